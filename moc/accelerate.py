@@ -84,7 +84,7 @@ class FaultTolerantAccelerator(Accelerator):
             "scheduler": LRScheduler,
             "data": DataLoader | Iterable,
         }
-        kind = next((kind for kind, of_kind in kinds.items() if isinstance(part, of_kind)), None)
+        kind = next((kind for kind, accepted_types in kinds.items() if isinstance(part, accepted_types)), None)
         if kind is None or (kind == "data" and "data" in self._parts):
             return super().prepare(part, **keywords)
         if kind in self._parts:

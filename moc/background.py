@@ -175,16 +175,16 @@ class Trouble:
 
     def failed(self, took_s: float = 0.0) -> bool:
         """Records a failed attempt, retried less often if it took long; returns whether a warning is due."""
-        now = self._clock()
+        current_time = self._clock()
         self.count += 1
         if self._since is None:
-            self._since = now
-        self._next_try = now + max(self._pause, _SHARE * took_s)
+            self._since = current_time
+        self._next_try = current_time + max(self._pause, _SHARE * took_s)
         self._pause = min(2 * self._pause, 60.0)
-        if now < self._next_warning:
+        if current_time < self._next_warning:
             return False
-        self._warned_at = now
-        self._next_warning = now + self._silence
+        self._warned_at = current_time
+        self._next_warning = current_time + self._silence
         self._silence = min(2 * self._silence, 3600.0)
         self.warned = True
         return True

@@ -22,7 +22,7 @@ from moc.files.safe_directory import open_without_links
 from moc.runtime import environment
 from moc.runtime.progress import Lease
 
-_MOST_WAITING = 100_000  # lines
+_MAX_WAITING = 100_000  # lines
 _PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
 
 
@@ -58,11 +58,11 @@ class EventLog:
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
         self._lease = Lease.from_environment()
-        self._written = self._lost = 0  # bytes written of the first line; lines lost
+        self._written = self._lost_lines = 0  # bytes written of the first line; lines lost
         self._late: Future | None = None
         self._thread = None if directory is None else Background("event-log")
         self._deviating: set[str] = set()  # types
-        self._ask(self._drain)
+        self._run_in_thread(self._drain)
 
     def write(self, event: str, **fields) -> None:
         """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields.
@@ -73,7 +73,7 @@ class EventLog:
             fields = {**fields, "schema": SCHEMA}
         if event not in self._deviating and (deviations := problems({"type": event, **fields})):
             self._deviating.add(event)
-            self._tell(
+            self._report(
                 warning(
                     f"events of the type {event} deviate from the schema of {EVENTS_FILE}: {', '.join(deviations)}. "
                     "Fix: add the fields to moc/events.py",
@@ -83,11 +83,11 @@ class EventLog:
         self._listen(event, fields)
         if self._thread is not None:
             self._keep(event, fields)
-            self._ask(self._drain)
+            self._run_in_thread(self._drain)
 
     def newest(self, event: str) -> dict:
         """Returns the newest event of a type in the last MiB of the file, from any process; empty if there is none."""
-        return self._ask(newest_event, self._path, event) or {}
+        return self._run_in_thread(newest_event, self._path, event) or {}
 
     def close(self) -> None:
         """Closes the file; later events are dropped."""
@@ -95,19 +95,19 @@ class EventLog:
             return
         if self._late is not None:
             wait([self._late], timeout=_PATIENCE_S)
-        self._ask(self._close)
+        self._run_in_thread(self._close)
         self._thread.end()
         self._thread = None
         if self._lines:
             self._say(
                 warning(
-                    f"{len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written. Fix: "
+                    f"{len(self._lines) + self._lost_lines} lines of {self._path} are lost: it cannot be written. Fix: "
                     "correct its permissions or make room",
                     code="log-unwritable",
                 )
             )
 
-    def _ask(self, action: Callable, *args):
+    def _run_in_thread(self, action: Callable, *args):
         """Runs an action in the thread; returns its result, or None if it fails or takes too long."""
         if self._thread is None or (self._late is not None and not self._late.done()):
             return None
@@ -121,9 +121,9 @@ class EventLog:
         line = (json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode()
         with self._lock:
             self._lines.append(line)
-            if len(self._lines) > _MOST_WAITING:
+            if len(self._lines) > _MAX_WAITING:
                 self._lines.pop()
-                self._lost += 1
+                self._lost_lines += 1
 
     def _drain(self, last: bool = False) -> None:
         """Writes waiting lines, unless a failure is recent; runs in the thread, like all methods below."""
@@ -136,7 +136,7 @@ class EventLog:
         except OSError as error:
             self._forget_file()
             if self._trouble.failed():
-                self._tell(
+                self._report(
                     warning(
                         f"{self._path} cannot be written ({error.strerror or error}), and events wait in memory. Fix: "
                         "correct its permissions or make room",
@@ -146,9 +146,9 @@ class EventLog:
             return
         if self._trouble:
             count, lasted = self._trouble.count, self._trouble.over()
-            self._keep("log_failed", dict(what="events", tries=count, lasted_s=round(lasted, 3), lost=self._lost))
-            self._tell(f"{self._path} can be written again, after {lasted:.0f} s; {self._lost} lines are lost")
-            self._lost = 0
+            self._keep("log_failed", dict(what="events", tries=count, lasted_s=round(lasted, 3), lost=self._lost_lines))
+            self._report(f"{self._path} can be written again, after {lasted:.0f} s; {self._lost_lines} lines are lost")
+            self._lost_lines = 0
             self._drain()
 
     def _write_first(self) -> None:
@@ -162,7 +162,7 @@ class EventLog:
         self._written = 0
 
     def _open(self) -> None:
-        if self._descriptor is not None and self._is_there(self._descriptor):
+        if self._descriptor is not None and self._is_current_file(self._descriptor):
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ class EventLog:
                 os.symlink(self._path.absolute(), new)
                 os.replace(new, link)
 
-    def _is_there(self, descriptor: int) -> bool:
+    def _is_current_file(self, descriptor: int) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         return False
@@ -195,7 +195,7 @@ class EventLog:
         self._drain(last=True)
         self._forget_file()
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         with contextlib.suppress(OSError):
             self._say(text)
 
@@ -596,9 +596,9 @@ EVENTS = {
 
 def problems(event: Mapping[str, object]) -> list[str]:
     """Returns deviations of an event from the schema: an unknown type, unknown fields, and missing mandatory fields."""
-    one = EVENTS.get(name := str(event.get("type")))
-    if one is None:
+    event_type = EVENTS.get(name := str(event.get("type")))
+    if event_type is None:
         return [f"no type {name}"]
-    known = {*EVERY, *one.fields, *one.optional}
-    extra = [field for field in event if field not in known and not one.open]
-    return extra + [f"no {field}" for field in one.fields if field not in event]
+    known_fields = {*EVERY, *event_type.fields, *event_type.optional}
+    extra = [field for field in event if field not in known_fields and not event_type.open]
+    return extra + [f"no {field}" for field in event_type.fields if field not in event]

@@ -129,7 +129,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
     if own.no_megatron:
         os.environ[import_hook.DISABLE_VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
-    endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
+    endpoints = [_split(endpoint) for endpoint in (address or "127.0.0.1:0").split(",")]
     program = find_program(own.script, own.module)
     mistakes = [with_code(mistake) for mistake in _mistakes(own, program, address, len(endpoints))]
     if mistakes:
@@ -138,7 +138,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         parser.exit(2)
     assert program is not None  # refused above
     command = [program, *own.arguments]
-    ours = arguments[: len(arguments) - len(command)]
+    own_arguments = arguments[: len(arguments) - len(command)]
     return LauncherFlags(
         nnodes=own.nnodes[1],
         min_nodes=own.nnodes[0],
@@ -158,7 +158,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         drain_s=own.drain_seconds,
         patience_s=own.patience,
         network_interface=own.network_interface,
-        launcher_arguments=[flag for flag in ours if flag not in _NOT_OF_SPARES]
+        launcher_arguments=[flag for flag in own_arguments if flag not in _NOT_OF_SPARES]
         + ["-m"] * (MODULE_VARIABLE in os.environ),
         command=command,
         monitor=MonitorFlags(own.metrics_port, own.dashboard_port, own.monitor_address, own.on_event),
@@ -169,18 +169,18 @@ def _mistakes(
     own: argparse.Namespace, program: str | None, address: str | None, candidates: int
 ) -> Iterator[UserError]:
     """Yields the mistakes of the command line."""
-    most = own.nnodes[1]
-    nodes = most + own.spares
-    for name, least in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
-        if getattr(own, name) < least:
-            yield _out_of_range(name, getattr(own, name), f"at least {least}")
+    max_nodes = own.nnodes[1]
+    nodes = max_nodes + own.spares
+    for name, minimum in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
+        if getattr(own, name) < minimum:
+            yield _out_of_range(name, getattr(own, name), f"at least {minimum}")
     for name in ("metrics_port", "dashboard_port"):
         if not 0 <= (getattr(own, name) or 0) <= 65535:
             yield _out_of_range(name, getattr(own, name), "a port, from 0 to 65535")
     if own.spares >= 0 and not 0 <= own.node_rank < nodes:
         yield UserError(
             f"--node-rank {own.node_rank} is no node of this job. Fix: give a number from 0 to {nodes - 1}: first "
-            f"--nnodes {most}, then the spares",
+            f"--nnodes {max_nodes}, then the spares",
             code="node-rank-out-of-range",
         )
     if own.metrics_port and own.metrics_port == own.dashboard_port:
@@ -189,16 +189,16 @@ def _mistakes(
             code="flags-exclude-each-other",
         )
     if program is None:
-        why = "is a directory" if os.path.isdir(own.script) else "does not exist"
+        problem = "is a directory" if os.path.isdir(own.script) else "does not exist"
         yield UserError(
-            f"{own.script} {why}. Fix: name the program of the workers behind the flags of mocrun",
+            f"{own.script} {problem}. Fix: name the program of the workers behind the flags of mocrun",
             code="program-missing",
         )
     seconds = dict(silence_timeout=1, patience=1, max_wait=0, grow_wait=0, drain_seconds=0)
-    for name, least in seconds.items():
-        if getattr(own, name) < least:
-            yield _out_of_range(name, getattr(own, name), f"at least {least}, in seconds")
-    if (most > 1 or own.node_rank > 0) and address is None:
+    for name, minimum in seconds.items():
+        if getattr(own, name) < minimum:
+            yield _out_of_range(name, getattr(own, name), f"at least {minimum}, in seconds")
+    if (max_nodes > 1 or own.node_rank > 0) and address is None:
         yield UserError(
             "several nodes need the address of the first one. Fix: add --rdzv-endpoint HOST:PORT, the same on all "
             "nodes",
@@ -233,17 +233,17 @@ def _mistakes(
         yield UserError(f"--hang-timeout {own.hang_timeout} is not understood: {error}", code=error.code)
 
 
-def _out_of_range(name: str, value: float, wanted: str) -> UserError:
+def _out_of_range(name: str, value: float, requirement: str) -> UserError:
     flag = f"--{name.replace('_', '-')}"
-    return UserError(f"{flag} is {value:g}. Fix: give a number that is {wanted}", code="value-out-of-range")
+    return UserError(f"{flag} is {value:g}. Fix: give a number that is {requirement}", code="value-out-of-range")
 
 
 def _split(address: str) -> tuple[str, str]:
     """Splits an address into host and port, which may be empty; an IPv6 host with a port needs brackets."""
     if address.count(":") > 1 and not address.startswith("["):
         return f"[{address}]", ""
-    host, bracket, rest = address.rpartition("]")
-    name, _, port = rest.partition(":")
+    host, bracket, port_part = address.rpartition("]")
+    name, _, port = port_part.partition(":")
     return host + bracket + name, port
 
 
@@ -291,8 +291,8 @@ def launch(flags: LauncherFlags, reports: bool = True) -> int:
 
 
 def _token(flags: LauncherFlags) -> bytes:
-    given = protocol.TOKEN_FILE_VARIABLE in os.environ or protocol.TOKEN_VARIABLE in os.environ
-    if (flags.is_single_machine or not flags.has_other_nodes) and not given:
+    has_token = protocol.TOKEN_FILE_VARIABLE in os.environ or protocol.TOKEN_VARIABLE in os.environ
+    if (flags.is_single_machine or not flags.has_other_nodes) and not has_token:
         os.environ[protocol.TOKEN_VARIABLE] = protocol.make_token().hex()  # not in a file, which might be cleaned up
     return protocol.token_from_environment()
 
@@ -319,10 +319,10 @@ async def _run_node(
             raise _unusable(flags.endpoints[flags.node_rank], error) from None
         endpoints = controller.endpoints
         keeping = asyncio.create_task(controller.run())
-        here = range(1, flags.spares + 1) if flags.is_single_machine else ()
-        spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
+        local_spares = range(1, flags.spares + 1) if flags.is_single_machine else ()
+        spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in local_spares]
         try:
-            code, led = await _run_agent(flags, endpoints, token, signals, reports, monitor, again=flags.spares)
+            code, led = await _run_agent(flags, endpoints, token, signals, reports, monitor, rejoins=flags.spares)
             if led == flags.node_rank and code != DEPARTED:
                 await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have received the end
             if spares and keeping.done():
@@ -366,9 +366,9 @@ async def _run_agent(
     signals: Signals,
     reports: bool,
     monitor: MonitorProcess,
-    again: int = 0,
+    rejoins: int = 0,
 ) -> tuple[int, int]:
-    """Runs this node's agent, again up to ``again`` times if the node is lost; returns as :meth:`Agent.run`."""
+    """Runs this node's agent, again up to ``rejoins`` times if the node is lost; returns as :meth:`Agent.run`."""
     while True:
         agent = Agent(flags, endpoints, token)
         monitor.describe = agent.describe
@@ -381,9 +381,9 @@ async def _run_agent(
                 _log.error("%s", stop_message(agent.stopped_by, code, agent.iteration))
             return code, led
         except DependencyLostError as error:
-            if not again or isinstance(error, NodeRemovedError):
+            if not rejoins or isinstance(error, NodeRemovedError):
                 raise
-            again -= 1
+            rejoins -= 1
             _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
 
 
@@ -398,9 +398,9 @@ def _record_end(end: dict, code: int, logs: Path | None, monitor: MonitorProcess
 
 async def _run_spare(flags: LauncherFlags, endpoints: list[str], node: int, signals: Signals) -> None:
     """Runs the launcher of a spare on this machine; it ends when this process dies."""
-    place = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
-    place += [] if flags.log_dir is None else ["--worker-log-dir", str(flags.log_dir)]
-    spare = await child_processes.start("moc.launch", *flags.launcher_arguments, *place, *flags.command)
+    location = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
+    location += [] if flags.log_dir is None else ["--worker-log-dir", str(flags.log_dir)]
+    spare = await child_processes.start("moc.launch", *flags.launcher_arguments, *location, *flags.command)
 
     def pass_on(number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

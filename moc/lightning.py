@@ -154,9 +154,9 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             return run.step(self._loss)
 
         stepping: Any = Stepping(optimizer, step)
-        is_done = super().optimizer_step(stepping, closure, model, **keywords)
-        while not is_done or run.iteration < target:
-            is_done = self._repeat(next(self._groups or iter(())))
+        has_committed = super().optimizer_step(stepping, closure, model, **keywords)
+        while not has_committed or run.iteration < target:
+            has_committed = self._repeat(next(self._groups or iter(())))
         return output
 
     def _repeat(self, group: list) -> bool:
@@ -203,15 +203,15 @@ def _resume_counters(fit_loop: Any, iteration: int, in_epoch: int, accumulate: i
     """Sets the counters of the Trainer to a number of completed iterations."""
     epochs, completed = divmod(iteration, in_epoch)
     progress, loop = fit_loop.epoch_progress, fit_loop.epoch_loop
-    for counts in (progress.current, progress.total):
-        counts.processed = counts.completed = epochs
-        counts.ready = counts.started = epochs + (completed > 0)
+    for counters in (progress.current, progress.total):
+        counters.processed = counters.completed = epochs
+        counters.ready = counters.started = epochs + (completed > 0)
     steps = loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.ready = steps.total.completed = iteration
     if completed:
         steps.current.ready = steps.current.completed = completed
-        for counts, number in ((loop.batch_progress.current, completed), (loop.batch_progress.total, iteration)):
-            counts.ready = counts.started = counts.processed = counts.completed = number * accumulate
+        for counters, number in ((loop.batch_progress.current, completed), (loop.batch_progress.total, iteration)):
+            counters.ready = counters.started = counters.processed = counters.completed = number * accumulate
         fit_loop.restarting = True
 
 

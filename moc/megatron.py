@@ -12,7 +12,7 @@ import sys
 
 from megatron.pretraining.entry import cpu
 from megatron.pretraining.process.core import CoreError
-from megatron.pretraining.process.topology import let_first_worker_speak
+from megatron.pretraining.process.topology import wait_for_first_worker
 from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 
@@ -40,5 +40,5 @@ try:
 
         install()
 except (CoreError, UnknownReleaseError) as error:
-    let_first_worker_speak()
+    wait_for_first_worker()
     sys.exit(f"{sys.argv[0]}: error: {with_code(error)}")

@@ -54,7 +54,7 @@ def theme_path(path: str | Path, theme: str) -> Path:
     return path if theme == "light" else path.with_stem(f"{path.stem}_{theme}")
 
 
-def drawings(path: str | Path, rows: int = 1, columns: int = 1, dpi: int = _DPI, **how: Any) -> Iterator[Any]:
+def drawings(path: str | Path, rows: int = 1, columns: int = 1, dpi: int = _DPI, **options: Any) -> Iterator[Any]:
     """Yields a figure and its 2-d array of panels for each theme; writes each as PNG once its body has drawn it.
 
     Args:
@@ -62,14 +62,14 @@ def drawings(path: str | Path, rows: int = 1, columns: int = 1, dpi: int = _DPI,
         rows: rows of panels.
         columns: columns of panels.
         dpi: pixels per inch.
-        how: goes to :func:`matplotlib.pyplot.subplots`.
+        options: goes to :func:`matplotlib.pyplot.subplots`.
 
     Raises:
         OSError: a file cannot be written.
     """
     for theme in THEMES:
         with styled(theme) as pyplot:
-            figure, panels = pyplot.subplots(rows, columns, squeeze=False, **{"layout": "constrained"} | how)
+            figure, panels = pyplot.subplots(rows, columns, squeeze=False, **{"layout": "constrained"} | options)
             try:
                 yield figure, panels
                 with replacing(theme_path(path, theme)) as name:

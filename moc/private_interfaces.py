@@ -45,8 +45,8 @@ _PACKAGES = {
 class Expectation(Protocol):
     """Property of an interface that the project relies on."""
 
-    def problem(self, found: Any) -> str | None:
-        """Return the difference between the object ``found`` and the expectation, as a predicate; None without one."""
+    def problem(self, interface: Any) -> str | None:
+        """Return how ``interface`` differs from the expectation, as a predicate; None if it does not."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,30 @@ class Parameters:
     by_keyword: bool = False
     only: bool = False
 
-    def problem(self, found: Any) -> str | None:
+    def problem(self, interface: Any) -> str | None:
         """See :class:`Expectation`.  A function written in C has no signature and only has to exist."""
-        if not callable(found):
+        if not callable(interface):
             return "is not a function"
         try:
-            parameters = [one for one in inspect.signature(found).parameters.values() if one.name != "self"]
+            parameters = [
+                parameter for parameter in inspect.signature(interface).parameters.values() if parameter.name != "self"
+            ]
         except ValueError:
             return None
-        names = [one.name for one in parameters]
-        others = [one for one in parameters if one.name not in self.names and one.kind not in _VARIABLE]
+        names = [parameter.name for parameter in parameters]
+        other_parameters = [
+            parameter
+            for parameter in parameters
+            if parameter.name not in self.names and parameter.kind not in _VARIABLE
+        ]
         in_order = [name for name in names if name in self.names] if self.by_keyword else names[: len(self.names)]
         if in_order != list(self.names):
             return f"takes ({', '.join(names)}) and not ({', '.join(self.names)})"
-        unknown = others if self.only else [one for one in others if one.default is inspect.Parameter.empty]
+        unknown = (
+            other_parameters
+            if self.only
+            else [parameter for parameter in other_parameters if parameter.default is inspect.Parameter.empty]
+        )
         return f"takes the unknown parameter {unknown[0].name}" if unknown else None
 
 
@@ -89,9 +99,9 @@ class Members:
 
     names: tuple[str, ...]
 
-    def problem(self, found: Any) -> str | None:
-        there = _instance_attributes(found) if inspect.isclass(found) else frozenset()
-        missing = [name for name in self.names if name not in there and not hasattr(found, name)]
+    def problem(self, interface: Any) -> str | None:
+        instance_attributes = _instance_attributes(interface) if inspect.isclass(interface) else frozenset()
+        missing = [name for name in self.names if name not in instance_attributes and not hasattr(interface, name)]
         return f"has no attribute {missing[0]}" if missing else None
 
 
@@ -101,14 +111,18 @@ class Refers:
 
     names: tuple[str, ...]
 
-    def problem(self, found: Any) -> str | None:
-        code = getattr(inspect.unwrap(found), "__code__", None)
+    def problem(self, interface: Any) -> str | None:
+        code = getattr(inspect.unwrap(interface), "__code__", None)
         if code is None:
             return "is not a function"
-        known = {name for each in _codes(code) for name in (*each.co_names, *each.co_varnames, *each.co_cellvars)}
-        constants = [constant for each in _codes(code) for constant in each.co_consts]
-        known |= {keyword for names in constants if isinstance(names, tuple) for keyword in names}
-        missing = [name for name in self.names if name not in known]
+        used_names = {
+            name
+            for nested_code in _codes(code)
+            for name in (*nested_code.co_names, *nested_code.co_varnames, *nested_code.co_cellvars)
+        }
+        constants = [constant for nested_code in _codes(code) for constant in nested_code.co_consts]
+        used_names |= {keyword for names in constants if isinstance(names, tuple) for keyword in names}
+        missing = [name for name in self.names if name not in used_names]
         return f"does not use {missing[0]}" if missing else None
 
 
@@ -123,15 +137,15 @@ class StateHolder:
 
     names: tuple[str, ...] = ()
 
-    def problem(self, found: Any) -> str | None:
-        missing = [name for name in self.names if not hasattr(found, name)]
+    def problem(self, interface: Any) -> str | None:
+        missing = [name for name in self.names if not hasattr(interface, name)]
         return f"has no attribute {missing[0]}" if missing else None
 
-    def state(self, found: Any) -> Any:
+    def state(self, holder: Any) -> Any:
         """Returns the values, or the tensors of :attr:`names`."""
         if self.names:
-            return [one for name in self.names for tensors in getattr(found, name).values() for one in tensors]
-        return found() if callable(found) else found
+            return [tensor for name in self.names for tensors in getattr(holder, name).values() for tensor in tensors]
+        return holder() if callable(holder) else holder
 
 
 @dataclass(frozen=True)
@@ -210,15 +224,15 @@ def differing(entries: Iterator[PrivateInterface]) -> Iterator[Mismatch]:
     for entry in entries:
         module, _, path = entry.target.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            interface: Any = importlib.import_module(module)
             for name in filter(None, path.split(".")):
-                found = getattr(found, name)
+                interface = getattr(interface, name)
         except AttributeError:
             problem = "is missing"
         except Exception as error:  # a library with inconsistent modules may raise anything
             problem = f"cannot be imported ({type(error).__name__}: {_first_line(error)})"
         else:
-            problem = entry.expects.problem(found)
+            problem = entry.expects.problem(interface)
         if problem is not None:
             yield Mismatch(entry, problem)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-_MOST = 1 << 14
+_MAX_SPANS = 1 << 14
 """Maximum number of spans kept until :meth:`StreamSpans.take`; a stream has fewer in between."""
 
 
@@ -53,7 +53,7 @@ class StreamSpans:
 
     def __init__(self, mark: Marker):
         self._mark = mark
-        self._spans: deque[_Span] = deque(maxlen=_MOST)
+        self._spans: deque[_Span] = deque(maxlen=_MAX_SPANS)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class StreamSpans:
         """Whether the stream is within a span: all operations before it are done."""
         with self._lock:
             spans = [*self._spans]
-        return any(span.begun and not span.over for span in spans)
+        return any(span.has_begun and not span.over for span in spans)
 
     def take(self) -> float:
         """Returns the seconds of the spans that have ended since the last call."""
@@ -100,7 +100,7 @@ class _Span:
         self.end: Mark | None = None
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self.begin is None or _reached(self.begin)
 
     @property

@@ -103,7 +103,7 @@ class FaultTolerance:
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         limit, args.max_grad_norm = args.max_grad_norm, 0.0  # clipped after the gradients are averaged
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-        more: dict[str, Any] = {"directory": os.path.join(args.output_dir, "snapshots")} | self._protection
+        settings: dict[str, Any] = {"directory": os.path.join(args.output_dir, "snapshots")} | self._protection
         self._run = protect(
             trainer.model,
             getattr(optimizer, "optimizer", optimizer),
@@ -115,7 +115,7 @@ class FaultTolerance:
             grouped=True,
             clip_grad_norm=limit or None,
             seed=args.seed,
-            **more,
+            **settings,
         )
         self._groups = iter(self._run)
         trainer.optimizer, trainer.lr_scheduler = (
@@ -128,9 +128,9 @@ class FaultTolerance:
         run, groups = self._run, self._groups
         assert run is not None and groups is not None  # in training
         target = run.iteration + 1
-        is_done = run.step()
-        while not is_done or run.iteration < target:
-            is_done = self._compute(next(groups))
+        has_committed = run.step()
+        while not has_committed or run.iteration < target:
+            has_committed = self._compute(next(groups))
 
     def _compute(self, group: list) -> bool:
         trainer: Any = self

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
-from megatron.pretraining.process.topology import let_first_worker_speak
+from megatron.pretraining.process.topology import wait_for_first_worker
 from moc.cli_output import print_lines
 from moc.errors import UserError, with_code
 from moc.runtime.collectives import first_line
@@ -46,7 +46,7 @@ def reported(program: str = "pretrain_gpt_moe.py"):
 
 def _end(program: str, sentences: Iterable[str], code: int) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save; the launcher may end this process now
-    let_first_worker_speak()
+    wait_for_first_worker()
     worker = f" (worker {os.environ['RANK']})" if "RANK" in os.environ else ""
-    print_lines(*(f"{program}: error{worker}: {one}" for one in sentences), error=True, flush=True)
+    print_lines(*(f"{program}: error{worker}: {sentence}" for sentence in sentences), error=True, flush=True)
     sys.exit(code)

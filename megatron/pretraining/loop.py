@@ -51,7 +51,7 @@ def pretrain(config: Config, program: Program) -> int:
                 if parts is None:
                     check_outputs(config, job)
                     parts = program.build(config, program.connect(config, job), stop, phases)
-                parts.met(job.report_ready())
+                parts.adopt_generation(job.report_ready())
                 progress("setup")
                 code = train(start(parts, stop, phases), stop)
                 parts.log.close()
@@ -64,14 +64,14 @@ def pretrain(config: Config, program: Program) -> int:
             except NoRecoveryPoint:
                 job.start_over()
             except PolicySwitched:
-                loss = None
+                interruption = None
             except MembersChange as change:
-                loss = job.change_members(change.has_handed_over)
+                interruption = job.change_members(change.has_handed_over)
             except Exception as error:
-                loss = job.rejoin_after(error)  # re-raises, unless a worker was lost and replaced
+                interruption = job.rejoin_after(error)  # re-raises, unless a worker was lost and replaced
             assert parts is not None  # a loss before the worker is built is fatal
             try:
-                parts.go_on_after(loss)
+                parts.reset_after(interruption)
             except UntrackedChangeError as error:
                 print_lines(f"worker {job.rank}: {error}", flush=True)
                 job.start_over()
@@ -95,18 +95,18 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
     """Iterates, evaluates and saves until the last iteration or a stop request."""
     prepare(run)
     run.log.skip_time()
-    last = run.position.iteration if run.config.training.skip_train else run.train_iters
-    if run.stops and run.position.iteration < last:
+    last_iteration = run.position.iteration if run.config.training.skip_train else run.train_iters
+    if run.stop_requested and run.position.iteration < last_iteration:
         save(run)
         return leave(run, stop)
-    ends = False if run.config.training.skip_train else follow(run, stop, run.missed)
-    while not ends and run.position.iteration < last:
+    is_over = False if run.config.training.skip_train else follow(run, stop, run.missed)
+    while not is_over and run.position.iteration < last_iteration:
         record = iterate(run, stop)
-        ends = follow(run, stop, duties_after(run.config, record.iteration, record.stop))
-        if not ends and run.position.iteration < run.train_iters:
+        is_over = follow(run, stop, duties_after(run.config, record.iteration, record.stop))
+        if not is_over and run.position.iteration < run.train_iters:
             for callback in run.callbacks:
                 callback.between_iterations(run)
-    return leave(run, stop) if ends else finish(run, stop)
+    return leave(run, stop) if is_over else finish(run, stop)
 
 
 def prepare(run: TrainingRun) -> None:
@@ -130,10 +130,10 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     progress("step")
     for callback in run.callbacks:
         callback.before_iteration(run)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.session.completed(record, begun)  # the commit: after it, a lost worker cannot undo the iteration
+    run.session.completed(record, started_at)  # the commit: after it, a lost worker cannot undo the iteration
     reach("completed")
     run.stepper.gather_weights()
     progress("save")
@@ -158,10 +158,10 @@ def save(run: TrainingRun) -> None:
         return
     progress("save")
     reach("saving")
-    begun, iteration = time.perf_counter(), run.position.iteration
+    started_at, iteration = time.perf_counter(), run.position.iteration
     run.checkpoints.save(run.position)
     if run.checkpoints.last_saved == iteration:
-        run.log.events.write("save", iteration=iteration, elapsed_s=round(time.perf_counter() - begun, 6))
+        run.log.events.write("save", iteration=iteration, elapsed_s=round(time.perf_counter() - started_at, 6))
     run.log.skip_time()
 
 
@@ -174,16 +174,16 @@ def secure(run: TrainingRun) -> None:
     progress("save")
     for callback in run.callbacks:
         callback.before_last_snapshot(run)
-    asked = run.config.snapshot.ckpt_policy is not None, run.config.checkpoint.save is not None
+    targets = run.config.snapshot.ckpt_policy is not None, run.config.checkpoint.save is not None
     problems = [flush(run), last_checkpoint(run)]
     failed = [problem for problem in problems if problem]
-    if failed and len(failed) == sum(asked):
+    if failed and len(failed) == sum(targets):
         raise CheckpointError(failed[0])
     if run.session.memory_is_free and not problems[0]:
-        job, of_run = run.config.snapshot_dir, run.session.run
-        assert job is not None and of_run is not None  # snapshots are in memory
+        job, run_id = run.config.snapshot_dir, run.session.run
+        assert job is not None and run_id is not None  # snapshots are in memory
         run.world.job.allow_memory_release(
-            memory_path_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute()
+            memory_path_of_run(run.config.snapshot.ckpt_memory_dir, job, run_id).absolute()
         )
     for problem in failed:
         sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
@@ -205,12 +205,12 @@ def last_checkpoint(run: TrainingRun) -> str:
 def leave(run: TrainingRun, stop: StopRequests) -> int:
     """Stops before the last iteration; returns the exit code."""
     secure(run)
-    signalled = stop.anybody_in(run.world)
+    signalled = stop.any_signal(run.world)
     code = EXIT_REQUEUE if signalled else EXIT_DONE
     reason = "signal" if signalled else "limit"
     run.log.events.write("exit", iteration=run.position.iteration, reason=reason, code=code)
-    how = ": the state of this iteration is saved, and the same command continues from it" if signalled else ""
-    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code}){how}")
+    continuation = ": the state of this iteration is saved, and the same command continues from it" if signalled else ""
+    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code}){continuation}")
     return code
 
 

@@ -148,7 +148,7 @@ class MovingState(Protocol):
         ...
 
     def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> Sequence[Callback]:
-        """Moves the state to its new places after the workers resumed, and returns the generation's callbacks."""
+        """Moves state to its new owners after the workers resumed, and returns the generation's callbacks."""
         ...
 
     def micro_batch_hooks(self, seed: int, topology: Topology) -> MicroBatchHooks:
@@ -174,7 +174,7 @@ class WorkerParts:
         log_memory: memory of its upstream logs, also kept.
         moving: state that moves between workers; None if the number of nodes is fixed.
         callbacks: callbacks of the current generation.
-        began: iterations completed before this worker began to train; None until then.
+        initial_iteration: iterations completed before this worker began to train; None until then.
     """
 
     config: Config
@@ -198,23 +198,24 @@ class WorkerParts:
     log_memory: LogMemory = field(default_factory=LogMemory)
     moving: MovingState | None = None
     callbacks: tuple[Callback, ...] = ()
-    began: int | None = None
+    initial_iteration: int | None = None
 
-    def met(self, loss: Interruption | None) -> None:
+    def adopt_generation(self, interruption: Interruption | None) -> None:
         """Takes over the rank and groups of the generation after all workers reconnected; logs it after a loss."""
         self.world = world_of(self.world.job)
         self.log.move(self.world)
-        if loss is not None:
-            event = generation_event(loss, self.log.events.newest("generation"), self.world.job)
+        if interruption is not None:
+            event = generation_event(interruption, self.log.events.newest("generation"), self.world.job)
             self.log.events.write("generation", **event)
-            reasons = [*(earlier["reason"] for earlier in event.get("earlier", ())), loss.reason]
+            reasons = [*(earlier["reason"] for earlier in event.get("earlier", ())), interruption.reason]
             self.log.message(
-                f"generation {loss.generation}: {'; '.join(reasons)}; all met again after {loss.reconnection_s:.2f} s"
+                f"generation {interruption.generation}: {'; '.join(reasons)}; all met again after "
+                f"{interruption.reconnection_s:.2f} s"
             )
 
-    def go_on_after(self, loss: Interruption | None) -> None:
+    def reset_after(self, interruption: Interruption | None) -> None:
         """Closes the interrupted session and resets everything except the state to between iterations."""
-        self.met(loss)
+        self.adopt_generation(interruption)
         if self.checkpoints is not None:
             self.saved = max(self.saved, self.checkpoints.last_committed)
             self.checkpoints.close()
@@ -236,7 +237,7 @@ class TrainingRun:
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the complete run.
-        stops: a worker received a stop request during set-up, and there is state to save.
+        stop_requested: a worker received a stop request during set-up, and there is state to save.
         missed: duties of the last completed iteration that are not done.
     """
 
@@ -251,7 +252,7 @@ class TrainingRun:
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
-    stops: bool = False
+    stop_requested: bool = False
     missed: Duties = Duties()
 
     @property

@@ -35,19 +35,19 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     A sentence that quotes another error and takes its code is not listed.
     """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    of_class, remedies = _of_classes(trees, "code"), _of_classes(trees, "remedy")
-    found: dict[str, set[str]] = defaultdict(set)
-    for code in {*of_class.values()} - {UserError.code}:
-        found[code]  # a code without a literal message is also listed
+    code_of_class, remedies = _class_attributes(trees, "code"), _class_attributes(trees, "remedy")
+    texts_by_code: dict[str, set[str]] = defaultdict(set)
+    for code in {*code_of_class.values()} - {UserError.code}:
+        texts_by_code[code]  # a code without a literal message is also listed
     for tree in trees:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             has_code = any(keyword.arg == "code" for keyword in call.keywords)
-            for code in _stated(call) if has_code else [of_class.get(name)]:
-                texts = {_with_remedy(text, remedies.get(name)) for text in filter(None, map(_text, call.args))}
+            for code in _codes_of(call) if has_code else [code_of_class.get(name)]:
+                texts = {_with_remedy(text, remedies.get(name)) for text in filter(None, map(_message_text, call.args))}
                 if code is not None and texts:
-                    found[code] |= texts
-    return {code: sorted(texts) for code, texts in sorted(found.items())}
+                    texts_by_code[code] |= texts
+    return {code: sorted(texts) for code, texts in sorted(texts_by_code.items())}
 
 
 def cause_and_remedy(message: str) -> tuple[str, str]:
@@ -60,11 +60,11 @@ def _with_remedy(message: str, remedy: str | None) -> str:
     return message if FIX in message or remedy is None else f"{message}.{FIX}{remedy}"
 
 
-def _of_classes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
+def _class_attributes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
     """Returns a class attribute, such as the error code, by class name; subclasses inherit it."""
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
-    def found_in(name: str) -> str | None:
+    def inherited_value(name: str) -> str | None:
         if (node := classes.get(name)) is None:
             return None
         for line in node.body:
@@ -72,13 +72,13 @@ def _of_classes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
             value = getattr(line, "value", None)
             if isinstance(target, ast.Name) and target.id == attribute and isinstance(value, ast.Constant):
                 return value.value if isinstance(value.value, str) else None
-        return next(filter(None, (found_in(base.id) for base in node.bases if isinstance(base, ast.Name))), None)
+        return next(filter(None, (inherited_value(base.id) for base in node.bases if isinstance(base, ast.Name))), None)
 
-    of_class = {name: found_in(name) for name in classes if name != "UserError"}
-    return {name: found for name, found in of_class.items() if found is not None}
+    value_of_class = {name: inherited_value(name) for name in classes if name != "UserError"}
+    return {name: value for name, value in value_of_class.items() if value is not None}
 
 
-def _stated(call: ast.Call) -> list[str]:
+def _codes_of(call: ast.Call) -> list[str]:
     return [
         word.value
         for keyword in call.keywords
@@ -88,13 +88,13 @@ def _stated(call: ast.Call) -> list[str]:
     ]
 
 
-def _text(node: ast.expr) -> str | None:
+def _message_text(node: ast.expr) -> str | None:
     """Returns the text of a literal message, or None for another expression."""
-    parts = list(_parts(node))
+    parts = list(_message_parts(node))
     return " ".join("".join(map(str, parts)).split()) if parts and None not in parts else None
 
 
-def _parts(node: ast.expr) -> Iterator[str | None]:
+def _message_parts(node: ast.expr) -> Iterator[str | None]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
@@ -102,22 +102,22 @@ def _parts(node: ast.expr) -> Iterator[str | None]:
             if isinstance(value, ast.Constant):
                 yield str(value.value)
             elif isinstance(value, ast.FormattedValue):
-                yield f"<{_name(value.value)}>"
+                yield f"<{_value_name(value.value)}>"
     else:
         yield None
 
 
-def _name(node: ast.expr) -> str:
+def _value_name(node: ast.expr) -> str:
     """Returns a short name of a value: the last identifier of its expression."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name.strip("_").replace("_", " ")
         case ast.Call(args=[first, *_]):
-            return _name(first)
+            return _value_name(first)
         case ast.Call(func=function):
-            return _name(function)
+            return _value_name(function)
         case ast.Subscript(value=value):
-            return _name(value)
+            return _value_name(value)
         case _:
             return "..."
 
@@ -147,11 +147,11 @@ def flags_page() -> str:
     ]
     for title, description, actions in own_sections():
         parts += [f"## {title}\n", *([f"{description}\n"] if description else []), _flag_table(actions)]
-    own = [action for action in launch.build_parser()._actions if action.option_strings]
+    launcher_actions = [action for action in launch.build_parser()._actions if action.option_strings]
     parts += [
         "## mocrun\n",
         "`mocrun [flags] SCRIPT [arguments]`, or `python -m moc.launch`.\n",
-        _flag_table(action for action in own if action.dest not in ("help", "version")),
+        _flag_table(action for action in launcher_actions if action.dest not in ("help", "version")),
         "## Commands\n",
         "Each is a command of the installed package, and a file that runs without it. `--help` has its flags.\n",
         _table(("command", "file", ""), _commands()),
@@ -171,11 +171,11 @@ def events_page() -> str:
         + " and ".join(f"`{name}` ({text})" for name, text in EVERY.items())
         + ".\n",
     ]
-    for name, one in EVENTS.items():
-        rows = [(f"`{name}`", text) for name, text in one.fields.items()]
-        rows += [(f"`{name}` (optional)", text) for name, text in one.optional.items()]
-        rows += [("...", one.open)] if one.open else []
-        parts += [f"## {name}\n", f"{one.when}\n", _table(("field", ""), rows)]
+    for name, event in EVENTS.items():
+        rows = [(f"`{name}`", text) for name, text in event.fields.items()]
+        rows += [(f"`{name}` (optional)", text) for name, text in event.optional.items()]
+        rows += [("...", event.open)] if event.open else []
+        parts += [f"## {name}\n", f"{event.when}\n", _table(("field", ""), rows)]
     return "\n".join(parts)
 
 
@@ -194,11 +194,11 @@ def sources() -> list[Path]:
 
 def documented() -> dict[str, list[str]]:
     """Returns the messages of all errors by code: from the source, the operating system and the parsers."""
-    found = defaultdict(list, messages(sources()))
+    texts_by_code = defaultdict(list, messages(sources()))
     for code, remedy in REMEDIES.items():
-        found[code].append(f"<file>: <message of the operating system>. Fix: {remedy}")
-    found["flag-invalid"].append(f"<message of the parser>. Fix: {CORRECT_FLAGS}")
-    return dict(sorted(found.items()))
+        texts_by_code[code].append(f"<file>: <message of the operating system>. Fix: {remedy}")
+    texts_by_code["flag-invalid"].append(f"<message of the parser>. Fix: {CORRECT_FLAGS}")
+    return dict(sorted(texts_by_code.items()))
 
 
 def errors_page() -> str:
@@ -242,8 +242,8 @@ def _commands() -> list[tuple[str, str, str]]:
     tools = {path.read_text(encoding="utf-8"): path for path in (ROOT / "tools").glob("*.py")}
     files = {"moc.launch": "python -m moc.launch", "megatron.pretraining.pretrain_gpt_moe": "pretrain_gpt_moe.py"}
     for _, module in scripts:
-        found = (path.name for text, path in tools.items() if f"from {module} import main" in text)
-        files.setdefault(module, f"tools/{next(found, '')}")
+        tool_names = (path.name for text, path in tools.items() if f"from {module} import main" in text)
+        files.setdefault(module, f"tools/{next(tool_names, '')}")
     return [
         (f"`{name}`", f"`{files[module]}`", (importlib.import_module(module).__doc__ or "").split("\n")[0])
         for name, module in sorted(scripts)

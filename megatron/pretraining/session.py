@@ -11,7 +11,7 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.parts import Callback, TrainingRun
-from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
+from megatron.pretraining.process.nodes import continues_in_process, parts_of_model, per_node, stages_on_node
 from moc.errors import with_code
 from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, registered_policy
 from moc.policy.errors import policy_refusal
@@ -40,8 +40,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         try:
             options = registered_policy(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
-            refused = policy_refusal(snapshot.ckpt_policy, error)
-            raise ConfigError(str(refused), code=refused.code) from None
+            refusal = policy_refusal(snapshot.ckpt_policy, error)
+            raise ConfigError(str(refusal), code=refusal.code) from None
     return Settings(
         directory=config.snapshot_dir or "",
         train_iters=train_iterations(config, engine.world.size),
@@ -69,8 +69,10 @@ def settings_of(config: Config, engine: Engine) -> Settings:
 
 def _job_shape(config: Config, engine: Engine) -> JobShape:
     world, chunks = engine.world, config.virtual_pipeline_model_parallel_size or 1
-    of_copies = world.size - len(world.job.partial_model_parts) * per_node()
-    share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, of_copies), chunks)
+    complete_copy_workers = world.size - len(world.job.partial_model_parts) * per_node()
+    share = bubble_share(
+        config.parallel.pipeline_model_parallel_size, num_microbatches(config, complete_copy_workers), chunks
+    )
     return replace(
         job_shape(config),
         stages=tuple(engine.stages),
@@ -164,8 +166,8 @@ def lasting(config: Config) -> Lasting | None:
 
     None if the number of nodes is fixed, or a change restarts the workers.
     """
-    least, most = node_limits()
-    if least == most or not goes_on_in_process(config):
+    min_nodes, max_nodes = node_limits()
+    if min_nodes == max_nodes or not continues_in_process(config):
         return None
     elastic, experts = config.elastic, config.moe.num_experts
     assert elastic.elastic_slots is not None and experts is not None  # --elastic requires both
@@ -175,40 +177,44 @@ def lasting(config: Config) -> Lasting | None:
         everywhere=elastic.everywhere,
         domain=elastic.elastic_domain,
     )
-    return Lasting(least, most, per_node() // stages_here(config), experts, settings, _layers_of_parts(config))
+    return Lasting(
+        min_nodes, max_nodes, per_node() // stages_on_node(config), experts, settings, _layers_of_parts(config)
+    )
 
 
 def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
     """Returns the layers with experts of each part of the model; each part is on one node."""
     parts, stages = parts_of_model(config), config.parallel.pipeline_model_parallel_size
     layers = config.network.num_layers
-    found: list[list[int]] = [[] for _ in range(parts)]
-    for layer, has in enumerate(config.moe.expert_layers(layers)):
-        if has:
-            found[ParallelLayout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
-    return tuple(map(tuple, found))
+    layers_of_part: list[list[int]] = [[] for _ in range(parts)]
+    for layer, has_experts in enumerate(config.moe.expert_layers(layers)):
+        if has_experts:
+            layers_of_part[ParallelLayout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(
+                layer
+            )
+    return tuple(map(tuple, layers_of_part))
 
 
-def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
+def in_force(config: Config, flags: Mapping[str, object]) -> Config:
     """Returns the configuration with the chosen values of a policy in place of ``auto``.
 
     Raises:
         ConfigError: the other flags do not allow the choice.
     """
-    policy, others = flags["ckpt_policy"], flags_of(SnapshotFlags)
-    unknown = flags.keys() - {spec.name for spec in others}  # flags of a policy that is no longer installed
+    policy, specs = flags["ckpt_policy"], flags_of(SnapshotFlags)
+    unknown = flags.keys() - {spec.name for spec in specs}  # flags of a policy that is no longer installed
     refuse(
         unknown,
         f"the policy of {', '.join(sorted(unknown))} is not installed. Fix: install it on all nodes",
         code="policy-not-installed",
     )
-    plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
-    return asked.replace("snapshot", **plain | dict(flags))
+    defaults = {spec.name: spec.default for spec in specs if not _applies_to(spec.name, policy, config)}
+    return config.replace("snapshot", **defaults | dict(flags))
 
 
-def _is_of(flag: str, policy: object, asked: Config) -> bool:
+def _applies_to(flag: str, policy: object, config: Config) -> bool:
     """Returns whether a flag applies to the chosen policy."""
     if (owner := policy_by_flag().get(flag)) is None:
         return flag not in _OWN_FLAGS
-    needs = next(one.required_flag for one in owner.flags.specs if one.name == flag)
-    return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))
+    required_flag = next(spec.required_flag for spec in owner.flags.specs if spec.name == flag)
+    return owner.name == policy and (required_flag is None or bool(getattr(config.snapshot, required_flag)))

@@ -58,9 +58,9 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         NoRecoveryPoint: this worker has already trained, and no snapshot can restore it.
     """
     config, world, log = parts.config, parts.world, parts.log
-    loses = parts.remains.trained or stop.may_lose(world.job)
-    stop.check_set_up(world, loses)  # the first collective of a generation
-    parts.data = common_data(parts.data)
+    would_lose_state = parts.remains.trained or stop.may_lose(world.job)
+    stop.check_set_up(world, would_lose_state)  # the first collective of a generation
+    parts.data = agree_on_data(parts.data)
     phases.done("meet")
     program, topology = parts.program, parts.program.topology(config, world)
     stepper = _stepper(parts, topology)
@@ -79,7 +79,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
-    stops = stop.check_set_up(world, loses and position.iteration > 0)
+    stop_requested = stop.check_set_up(world, would_lose_state and position.iteration > 0)
     phases.done("load")
 
     splits = _splits_with_data(parts)
@@ -98,8 +98,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         exact=is_exact(config, world.device.type == "cuda"),
     )
     parts.remains.trained = True
-    lacks = _missed(parts, session, checkpoints, engine.saved_by)
-    parts.began = position.iteration if parts.began is None else parts.began
+    missed_duties = _missed_duties(parts, session, checkpoints, engine.saved_by)
+    parts.initial_iteration = position.iteration if parts.initial_iteration is None else parts.initial_iteration
     return TrainingRun(
         config=config,
         world=world,
@@ -112,8 +112,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         streams=parts.streams,
         splits=splits,
         train_iters=parts.train_iters,
-        stops=stops,
-        missed=lacks,
+        stop_requested=stop_requested,
+        missed=missed_duties,
     )
 
 
@@ -185,52 +185,52 @@ def _splits_with_data(parts: WorkerParts) -> set[str]:
     return splits
 
 
-def common_data(mine: DataIdentity | None) -> DataIdentity | None:
+def agree_on_data(local_identity: DataIdentity | None) -> DataIdentity | None:
     """Returns the identity of the data that all workers read, also on workers that read none; a collective call.
 
     Raises:
         DataError: on all workers: some read other data.
     """
-    digests = gather(None if mine is None else mine.digest)
+    digests = gather(None if local_identity is None else local_identity.digest)
     readers = [rank for rank, digest in enumerate(digests) if digest is not None]
     if not readers:
         return None
-    first, rank = readers[0], dist.get_rank()
-    other = next((reader for reader in readers if digests[reader] != digests[first]), first)
-    found = gather((socket.gethostname(), mine) if rank in (first, other) else None)
-    if other != first:
-        (host, reference), (other_host, deviating) = found[first], found[other]
+    first_rank, rank = readers[0], dist.get_rank()
+    other_rank = next((reader for reader in readers if digests[reader] != digests[first_rank]), first_rank)
+    identities = gather((socket.gethostname(), local_identity) if rank in (first_rank, other_rank) else None)
+    if other_rank != first_rank:
+        (host, reference), (other_host, deviating) = identities[first_rank], identities[other_rank]
         raise DataError(
-            f"worker {other} on {other_host} reads other data than worker {first} on {host}: "
+            f"worker {other_rank} on {other_host} reads other data than worker {first_rank} on {host}: "
             f"{difference(reference, deviating)}. Fix: copy the data and the tokenizer to all nodes from the same "
             "source, and remove cached indices that differ",
             code="data-differs-between-nodes",
         )
-    return found[first][1] if mine is None else mine
+    return identities[first_rank][1] if local_identity is None else local_identity
 
 
-def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
+def _missed_duties(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
     """Returns the duties of the last completed iteration that are not done; a collective call."""
-    at, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
+    iteration, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
 
-    def known() -> list:
-        by_run = record is not None or log.has(at)
-        newest = checkpoints.newest_saved(LIVE_LOOKING_S if here else LOOKING_S)
-        saved = published if newest is None else newest  # storage has not answered
-        return [log.was_evaluated(at), saved, by_run, record is not None and record.stop]
+    def look_up() -> list:
+        by_run = record is not None or log.has(iteration)
+        newest = checkpoints.newest_saved(LIVE_LOOKING_S if workers_continue else LOOKING_S)
+        saved = committed if newest is None else newest  # storage has not answered
+        return [log.was_evaluated(iteration), saved, by_run, record is not None and record.stop]
 
-    if not at:
+    if not iteration:
         return Duties()
-    here = any(gather(parts.began is not None and parts.began < at))
-    published = max(gather(parts.saved))
-    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for saves and evaluations")
+    workers_continue = any(gather(parts.initial_iteration is not None and parts.initial_iteration < iteration))
+    committed = max(gather(parts.saved))
+    evaluated, saved, by_run, stop_requested = run_on_rank0(look_up, "cannot look for saves and evaluations")
     parts.saved = saved
-    by_job = here or any(gather(saved_by == job.id))
-    done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)
-    return missed(parts.config, at, stops, done)
+    by_job = workers_continue or any(gather(saved_by == job.id))
+    done = Done(iteration if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=workers_continue)
+    return missed(parts.config, iteration, stop_requested, done)
 
 
-def alone_of(parts: WorkerParts) -> NoNeighbours | None:
+def pipeline_substitute(parts: WorkerParts) -> NoNeighbours | None:
     """Returns the substitute for a pipeline communicator on a worker without neighbours."""
     return NoNeighbours(parts.chunks[0].config) if parts.world.is_partial_model else None
 
@@ -274,15 +274,15 @@ class FailureCostReport(Callback):
 
     def __init__(self, parts: WorkerParts, session: Session):
         self._log, self._session, self._save_interval = parts.log, session, save_interval_of(parts)
-        self._elapsed_s, self._begun = list[float](), 0.0
+        self._elapsed_s, self._started_at = list[float](), 0.0
 
     def before_iteration(self, run: TrainingRun) -> None:
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def after_iteration(self, run: TrainingRun) -> None:
         if len(self._elapsed_s) == _MEASURED:
             return
-        self._elapsed_s.append(time.perf_counter() - self._begun)
+        self._elapsed_s.append(time.perf_counter() - self._started_at)
         cost = expected_failure_cost(self._session.policy, self._save_interval)
         if len(self._elapsed_s) == _MEASURED and cost is not None:
             self._log.message(cost.described(median(self._elapsed_s)))

@@ -19,7 +19,7 @@ from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
 _SIMILAR = 0.8
 """Minimum similarity, from 0 to 1, of a word to a suggested flag."""
 
-_MOST_VALUES = 10_000
+_MAX_VALUES = 10_000
 """Maximum values of a configuration file; YAML aliases can make exponentially many from a short text."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, if PyYAML has it
@@ -50,8 +50,8 @@ def read_words(
             spellings = (error.argument_name or "").split("/")
             action = parser._option_string_actions[spellings[0]]
             unreadable[action.dest] = UNKNOWN
-            found = next(word for word in words if word.partition("=")[0] in spellings)
-            problems.found.append(_unreadable(action, found, error.message))
+            flag_word = next(word for word in words if word.partition("=")[0] in spellings)
+            problems.found.append(_unreadable(action, flag_word, error.message))
             words = [word for word in words if word.partition("=")[0] not in spellings]
     spellings = {spelling: action.dest for spelling, action in parser._option_string_actions.items()}
     unknown = [word for word in unknown if not (ignores_unknown or unreadable and not word.startswith("-"))]
@@ -59,28 +59,28 @@ def read_words(
     return {**vars(known), **misspelled, **unreadable}, problems
 
 
-def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
+def _unreadable(action: argparse.Action, word: str, reason: str) -> ConfigError:
     name, _, value = word.partition("=")
     if action.nargs == 0:
         return ConfigError(
             f"{name} takes no value, and has {shorten(value)}. Fix: write {name} alone", code="value-not-taken"
         )
-    if why.startswith("expected"):
+    if reason.startswith("expected"):
         return ConfigError(f"{name} has no value. Fix: give it one; --help has the form", code="value-missing")
     if action.choices is not None:
-        choices, why = [*map(str, action.choices)], why.partition(" (choose from ")[0]
-        close = difflib.get_close_matches(value or _quoted(why), choices, n=1, cutoff=_SIMILAR)
-        likely = f"write {close[0]}, or another one of" if close else "choose one of"
+        choices, reason = [*map(str, action.choices)], reason.partition(" (choose from ")[0]
+        close = difflib.get_close_matches(value or _text_in_quotes(reason), choices, n=1, cutoff=_SIMILAR)
+        advice = f"write {close[0]}, or another one of" if close else "choose one of"
         return ConfigError(
-            f"{name} has an {shorten_middle(why)}. Fix: {likely} {', '.join(choices)}", code="value-not-a-choice"
+            f"{name} has an {shorten_middle(reason)}. Fix: {advice} {', '.join(choices)}", code="value-not-a-choice"
         )
     return ConfigError(
-        f"{name} has an {shorten_middle(why)}. Fix: correct it; --help has the form", code="value-unreadable"
+        f"{name} has an {shorten_middle(reason)}. Fix: correct it; --help has the form", code="value-unreadable"
     )
 
 
-def _quoted(text: str) -> str:
-    """Returns what a text of argparse has in quotation marks."""
+def _text_in_quotes(text: str) -> str:
+    """Returns the quoted part of an argparse message."""
     return text.partition("'")[2].rpartition("'")[0]
 
 
@@ -95,17 +95,17 @@ def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Pr
     Returns:
         ``UNKNOWN`` by the name of each flag that is probably meant.
     """
-    meant, follows_flag = {}, False
+    intended, follows_flag = {}, False
     for word in words:
         if word.startswith("-"):
             follows_flag, name = True, word.partition("=")[0]
             close = closest(name, spellings)
             if close is not None:
-                meant[spellings[close]] = UNKNOWN
+                intended[spellings[close]] = UNKNOWN
             problems.found.append(ConfigError(with_code(unknown_flag(name, spellings))))
         elif not follows_flag:
             problems.found.append(ConfigError(with_code(unknown_word(word))))
-    return meant
+    return intended
 
 
 def load_config(path: str | os.PathLike) -> dict:
@@ -127,9 +127,9 @@ def load_config(path: str | os.PathLike) -> dict:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise ConfigError(
-            f"--config {path} is not YAML: {place}{shorten_middle(' '.join(problem.split()))}. Fix: correct it",
+            f"--config {path} is not YAML: {position}{shorten_middle(' '.join(problem.split()))}. Fix: correct it",
             code="config-file-unreadable",
         ) from None
     refuse(
@@ -138,21 +138,21 @@ def load_config(path: str | os.PathLike) -> dict:
         code="config-file-unreadable",
     )
     refuse(
-        _is_larger(content, _MOST_VALUES),
-        f"--config {path} has more than {_MOST_VALUES} values, counted where its aliases are. Fix: write fewer",
+        _is_larger(content, _MAX_VALUES),
+        f"--config {path} has more than {_MAX_VALUES} values, counted where its aliases are. Fix: write fewer",
         code="config-file-unreadable",
     )
     return content
 
 
-def _is_larger(content: Any, most: int) -> bool:
-    """Returns whether there are more than ``most`` values, counting each once per reference."""
-    waiting, count = [content], 0
-    while waiting and count <= most:
-        value = waiting.pop()
+def _is_larger(content: Any, limit: int) -> bool:
+    """Returns whether there are more than ``limit`` values, counting each once per reference."""
+    pending, count = [content], 0
+    while pending and count <= limit:
+        value = pending.pop()
         count += 1
         if isinstance(value, dict):
-            waiting += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            waiting += value
-    return count > most
+            pending += value
+    return count > limit

@@ -177,8 +177,8 @@ def _allocate(loads: Sequence[int], slots: int, min_replicas: int) -> list[int]:
     """Returns replicas in proportion to ascending loads, or evenly if ``min_replicas`` of each expert do not fit."""
     if not len(loads) <= slots < len(loads) * min_replicas:
         return allocate_replicas(loads, slots, min_replicas)
-    least, larger = divmod(slots, len(loads))
-    return [least] * (len(loads) - larger) + [least + 1] * larger
+    base, larger = divmod(slots, len(loads))
+    return [base] * (len(loads) - larger) + [base + 1] * larger
 
 
 def experts_by_load(loads: Sequence[int]) -> list[int]:
@@ -222,7 +222,7 @@ def min_replicas_per_domain(min_replicas: int, feasible: Sequence[int]) -> int:
     """
     total = min(min_replicas, sum(feasible))
     return next(
-        each for each in itertools.count(1) if sum(min(each, max_feasible) for max_feasible in feasible) >= total
+        copies for copies in itertools.count(1) if sum(min(copies, max_feasible) for max_feasible in feasible) >= total
     )
 
 

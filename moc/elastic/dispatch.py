@@ -95,8 +95,8 @@ def _assign_to_least_loaded(
         if amounts[expert]:
             holder_ranks = holders[ends[expert] : ends[expert + 1]]
             share = water_fill([loads[rank] for rank in holder_ranks], amounts[expert])
-            for rank, more in zip(holder_ranks, share, strict=True):
-                loads[rank] += more
+            for rank, assigned in zip(holder_ranks, share, strict=True):
+                loads[rank] += assigned
             yield expert, holder_ranks, share
 
 

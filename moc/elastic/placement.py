@@ -104,15 +104,15 @@ def level_groups(
         stop = start + len(members)
         groups = range(start // slots, (stop - 1) // slots + 1)
         capacity = {group: min(stop, (group + 1) * slots) - max(start, group * slots) for group in groups}
-        least = [(load_of_group[group], group) for group in groups]
-        heapq.heapify(least)
+        heap = [(load_of_group[group], group) for group in groups]
+        heapq.heapify(heap)
         chosen: dict[int, list[int]] = {group: [] for group in groups}
         for expert in sorted(members, key=lambda expert: -loads[expert]):
-            load, group = heapq.heappop(least)
+            load, group = heapq.heappop(heap)
             chosen[group].append(expert)
             load_of_group[group] = load + loads[expert] / max(count, 1)
             if len(chosen[group]) < capacity[group]:
-                heapq.heappush(least, (load_of_group[group], group))
+                heapq.heappush(heap, (load_of_group[group], group))
         result += [expert for group in groups for expert in sorted(chosen[group])]
     return result + list(everywhere)
 
@@ -222,10 +222,10 @@ def without_repetition(table: numpy.ndarray, hottest_first: Sequence[int]) -> nu
 def _remove_repetitions(table: numpy.ndarray) -> numpy.ndarray:
     """Returns each node's experts without repetition, followed by its empty slots."""
     result = numpy.full_like(table, EMPTY)
-    used, every = numpy.zeros(len(table), numpy.int64), numpy.arange(len(table))
+    used, node_indices = numpy.zeros(len(table), numpy.int64), numpy.arange(len(table))
     for slot in range(table.shape[1]):
         expert = table[:, slot]
-        new_nodes = every[(expert != EMPTY) & ~(result == expert[:, None]).any(axis=1)]
+        new_nodes = node_indices[(expert != EMPTY) & ~(result == expert[:, None]).any(axis=1)]
         result[new_nodes, used[new_nodes]] = expert[new_nodes]
         used[new_nodes] += 1
     return result

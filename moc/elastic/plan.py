@@ -130,15 +130,20 @@ class Plan:
             members: active nodes.
             has_state: for each of their ranks, whether it still has the experts of this plan; otherwise it has none.
         """
-        index_of, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
+        index_of_member, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
         rows = [
-            index_of[member] * self.ranks + rank if member in index_of else -1 for member in members for rank in ranks
+            index_of_member[member] * self.ranks + rank if member in index_of_member else -1
+            for member in members
+            for rank in ranks
         ]
-        kept = numpy.array([row >= 0 and is_stored for row, is_stored in zip(rows, has_state, strict=True)], dtype=bool)
-        tables = {layer: numpy.where(kept[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
-        is_empty = [not of_node.any() for of_node in kept.reshape(len(members), self.ranks)]
+        has_experts = numpy.array(
+            [row >= 0 and is_stored for row, is_stored in zip(rows, has_state, strict=True)], dtype=bool
+        )
+        tables = {layer: numpy.where(has_experts[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
+        is_empty = [not node_ranks.any() for node_ranks in has_experts.reshape(len(members), self.ranks)]
         positions = [
-            len(self.members) if is_empty[n] else self.columns[index_of[member]] for n, member in enumerate(members)
+            len(self.members) if is_empty[n] else self.columns[index_of_member[member]]
+            for n, member in enumerate(members)
         ]
         order = sorted(range(len(members)), key=lambda number: (positions[number], members[number]))
         columns = numpy.argsort(order)
@@ -293,12 +298,12 @@ def make_plan(members: Sequence[int], loads: Loads, settings: PlanSettings, prev
     placements = _place_in_domains(loads, domains, settings)
     order = numpy.arange(len(members))
     if previous is not None:
-        column_of = dict(zip(previous.members, previous.columns, strict=True))
+        column_of_member = dict(zip(previous.members, previous.columns, strict=True))
         for domain, tables in zip(domain_slices(domains), placements, strict=True):
             domain_members = members[domain]
             before = {layer: previous_experts(previous, domain_members, layer) for layer in tables}
             order[domain] = domain.start + assign_columns(
-                before, tables, experts, [column_of.get(member) for member in domain_members]
+                before, tables, experts, [column_of_member.get(member) for member in domain_members]
             )
     rank_tables = {}
     for layer in sorted(loads):

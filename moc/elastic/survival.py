@@ -83,12 +83,12 @@ def minimal_holder_sets(replicas: numpy.ndarray) -> numpy.ndarray:
     first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
     numbers = numpy.array(sorted(first.values(), key=lambda number: (int((replicas[number] > 0).sum()), number)))
     words = numpy.pad(bits[numbers], ((0, 0), (0, -bits.shape[1] % 8))).view(numpy.uint64)
-    kept: list[int] = []
+    minimal: list[int] = []
     for index in range(len(numbers)):
-        smaller = words[kept]
+        smaller = words[minimal]
         if not ((smaller & words[index]) == smaller).all(axis=1).any():
-            kept.append(index)
-    return replicas[numbers[kept]] > 0
+            minimal.append(index)
+    return replicas[numbers[minimal]] > 0
 
 
 def survival_score(replicas: numpy.ndarray) -> tuple[float, ...]:

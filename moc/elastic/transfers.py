@@ -314,17 +314,23 @@ class ShardAssignment:
         return ShardAssignment(
             tuple(members),
             self.ranks,
-            tuple(tuple(new_rank[rank] for rank in of if rank in new_rank) for of in self.holders),
+            tuple(
+                tuple(new_rank[rank] for rank in ranks_of_block if rank in new_rank) for ranks_of_block in self.holders
+            ),
         )
 
     @property
     def lost_blocks(self) -> tuple[int, ...]:
         """Blocks without a holder."""
-        return tuple(block for block, of in enumerate(self.holders) if not of)
+        return tuple(block for block, ranks_of_block in enumerate(self.holders) if not ranks_of_block)
 
     def blocks_of_rank(self, rank: int) -> dict[int, int]:
         """Returns the blocks that a rank holds, with its index among the holders: 0 for the owner."""
-        return {block: of.index(rank) for block, of in enumerate(self.holders) if rank in of}
+        return {
+            block: ranks_of_block.index(rank)
+            for block, ranks_of_block in enumerate(self.holders)
+            if rank in ranks_of_block
+        }
 
     @cached_property
     def digest(self) -> str:
@@ -333,7 +339,11 @@ class ShardAssignment:
 
     def to_json(self) -> dict[str, Any]:
         """Returns a dict for ``json.dumps`` and :meth:`from_json`."""
-        return {"members": list(self.members), "ranks": self.ranks, "holders": [list(of) for of in self.holders]}
+        return {
+            "members": list(self.members),
+            "ranks": self.ranks,
+            "holders": [list(ranks_of_block) for ranks_of_block in self.holders],
+        }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ShardAssignment:

@@ -181,8 +181,8 @@ def _compare_names(checkpoint: Checkpoint) -> None:
     named = parse_iteration(checkpoint.directory.resolve().name)
     if named is not None and checkpoint.iteration != named:
         report(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
-    walked = ((Path(parent) / name for name in names) for parent, _, names in os.walk(checkpoint.directory))
-    present = {path.relative_to(checkpoint.directory).as_posix() for paths in walked for path in paths}
+    paths_by_directory = ((Path(parent) / name for name in names) for parent, _, names in os.walk(checkpoint.directory))
+    present = {path.relative_to(checkpoint.directory).as_posix() for paths in paths_by_directory for path in paths}
     for name in sorted(present - checkpoint.files.keys() - {MANIFEST}):
         if checkpoint.format == DENSE or not name.startswith(".rank_"):  # left by a kill after the manifest was written
             report(f"{name}: is not listed in {MANIFEST}")

@@ -104,10 +104,10 @@ def _losses(state: RunState, now: float) -> Iterator[Metric]:
     parts = {part.removesuffix("_s"): seconds for part, seconds in vars(state.spent).items()}
     yield _gauge("moc_wall_clock_seconds", "Uses of the wall clock; they add up to it.", "part", parts)
     yield _counter("moc_recoveries", "Finished recoveries.", len(state.recoveries))
-    seconds = {phase: sum(one.phases.get(phase, 0.0) for one in state.recoveries) for phase in PHASES}
+    seconds = {phase: sum(recovery.phases.get(phase, 0.0) for recovery in state.recoveries) for phase in PHASES}
     yield _counter("moc_recovery_seconds", "Seconds of finished recoveries, by phase.", "phase", seconds)
-    again = sum(one.repeated for one in state.recoveries)
-    yield _counter("moc_iterations_repeated", "Iterations that recoveries computed again.", again)
+    repeated = sum(recovery.repeated for recovery in state.recoveries)
+    yield _counter("moc_iterations_repeated", "Iterations that recoveries computed again.", repeated)
     recent = Counter(loss.rank for at, loss in state.losses if loss.rank is not None and now - at < HOUR_S)
     yield _gauge("moc_recent_losses", "Losses of a worker within the last hour, by rank.", "rank", recent)
     losses = {cause: count for (kind, cause), count in state.counts.items() if kind == "loss"}
@@ -129,12 +129,12 @@ def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
     yield _counter("moc_operation_seconds", "Seconds, as means over workers.", "operation", times)
     stalled_s = state.of_type("stall").sum("seconds")
     yield _counter("moc_stall_seconds", "Seconds that training waited for snapshots.", stalled_s)
-    failed = {what: count for (kind, what), count in state.counts.items() if kind == "save_failed"}
+    failed = {destination: count for (kind, destination), count in state.counts.items() if kind == "save_failed"}
     failed |= {"late snapshot": state.of_type("save_skipped").count, "log": state.of_type("log_failed").count}
     failed |= {"copy": state.of_type("copy_missing").count, "abandoned snapshot": state.of_type("abandoned").count}
     yield _counter("moc_failed_writes", "Snapshots, checkpoints, copies and logs not written.", "what", failed)
-    lost = state.of_type("log_failed").sum("lost")
-    yield _counter("moc_log_values_lost", "Lines and values of logs that are lost.", lost)
+    lost_values = state.of_type("log_failed").sum("lost")
+    yield _counter("moc_log_values_lost", "Lines and values of logs that are lost.", lost_values)
     if (placement := state.newest.get("placement")) is not None:
         yield _gauge("moc_snapshot_replicas", "Copies of each node's snapshots.", placement.get("replicas", 0))
         survival = placement.get("survival", {})
@@ -169,14 +169,14 @@ def _job(job: JobView) -> Iterator[Metric]:
 
 
 def _gauge(name: str, text: str, *value: Any) -> Metric:
-    return _filled(GaugeMetricFamily, name, text, *value)
+    return _metric_family(GaugeMetricFamily, name, text, *value)
 
 
 def _counter(name: str, text: str, *value: Any) -> Metric:
-    return _filled(CounterMetricFamily, name, text, *value)
+    return _metric_family(CounterMetricFamily, name, text, *value)
 
 
-def _filled(family: type, name: str, text: str, *value: Any) -> Metric:
+def _metric_family(family: type, name: str, text: str, *value: Any) -> Metric:
     if len(value) == 1:
         return family(name, text, value=value[0])
     label, values = value

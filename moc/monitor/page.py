@@ -83,9 +83,9 @@ def _text(value: object) -> str:
 
 def _headline(summary: JobSummary) -> str:
     lines = (
-        f'<p class="problem{" critical" * one.is_critical}">{_text(one.text)}'
-        f"<small>To do: {_text(one.remedy)}.</small></p>"
-        for one in summary.problems
+        f'<p class="problem{" critical" * problem.is_critical}">{_text(problem.text)}'
+        f"<small>To do: {_text(problem.remedy)}.</small></p>"
+        for problem in summary.problems
     )
     problems = "".join(lines) or '<p class="problem fine">No problem found.</p>'
     cells = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in summary.figures.items())
@@ -106,38 +106,38 @@ def _nodes(job: JobView) -> str:
     for node, state in sorted((job.states or {}).items()):
         cells.append("<i></i>" if state == "training" else f'<i class="{state.split()[0]}" title="node {node}"></i>')
     legend = ", ".join(f"{count:,} {state}" for state, count in job.nodes_by_state.items())
-    rest = f" The first {MOST_NODES:,} are shown." if len(cells) > MOST_NODES else ""
-    return f'<p>Nodes: {legend}.{rest}</p><div class="nodes">{"".join(cells[:MOST_NODES])}</div>' if cells else ""
+    omission = f" The first {MOST_NODES:,} are shown." if len(cells) > MOST_NODES else ""
+    return f'<p>Nodes: {legend}.{omission}</p><div class="nodes">{"".join(cells[:MOST_NODES])}</div>' if cells else ""
 
 
-def _clock(moment: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(moment))
+def _clock(time_s: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def _timeline(state: RunState, now: float) -> str:
     points = [(trained.event["time"], float(number)) for number, trained in state.history]
-    losses = [one.time for one in state.recoveries if points and one.time >= points[0][0]]
+    losses = [recovery.time for recovery in state.recoveries if points and recovery.time >= points[0][0]]
     if points and not state.ended:
         points.append((now, points[-1][1]))  # flat while training stands still
-    return _drawing(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
+    return _draw_curve(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
 
 
 def _loss(state: RunState) -> str:
     values = ((number, trained.event.get("loss")) for number, trained in state.history)
     points = [(float(number), loss) for number, loss in values if loss is not None]
-    return _drawing(points, [], "nats per token", "iteration")
+    return _draw_curve(points, [], "nats per token", "iteration")
 
 
-def _drawing(points: Sequence[tuple[float, float]], marks: Sequence[float], unit: str, axis: str) -> str:
+def _draw_curve(points: Sequence[tuple[float, float]], marks: Sequence[float], unit: str, axis: str) -> str:
     """Returns an SVG of a curve, with vertical lines at the marks."""
     if len(points) < 2:
         return ""
     step = max(1, len(points) // _POINTS)
-    drawn = [*points[:-1:step], points[-1]]
-    left, right = drawn[0][0], drawn[-1][0]
-    low, high = min(y for _, y in drawn), max(y for _, y in drawn)
+    selected = [*points[:-1:step], points[-1]]
+    left, right = selected[0][0], selected[-1][0]
+    low, high = min(y for _, y in selected), max(y for _, y in selected)
     width, height = _WIDTH / ((right - left) or 1.0), _HEIGHT / ((high - low) or 1.0)
-    path = " ".join(f"{(x - left) * width:.1f},{_HEIGHT - (y - low) * height:.1f}" for x, y in drawn)
+    path = " ".join(f"{(x - left) * width:.1f},{_HEIGHT - (y - low) * height:.1f}" for x, y in selected)
     lines = "".join(
         f'<line class="loss" x1="{(x - left) * width:.1f}" x2="{(x - left) * width:.1f}" y1="0" y2="{_HEIGHT}"/>'
         for x in marks[-MOST_ROWS:]

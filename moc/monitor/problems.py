@@ -35,7 +35,7 @@ START_SILENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: whether training stands still or state is at risk, one sentence, and what to do about it."""
+    """A problem: whether training stands still or state is at risk, a sentence, and the remedy."""
 
     is_critical: bool
     text: str
@@ -44,8 +44,8 @@ class Problem:
 
 def find_problems(state: RunState, job: JobView, now: float) -> tuple[Problem, ...]:
     """Returns the problems of a job at a time in Unix seconds, critical ones first."""
-    found = [*_of_job(state, job), *_of_training(state, job, now), *_of_snapshots(state, now)]
-    return tuple(sorted(found, key=lambda problem: not problem.is_critical))
+    problems = [*_job_problems(state, job), *_training_problems(state, job, now), *_snapshot_problems(state, now)]
+    return tuple(sorted(problems, key=lambda problem: not problem.is_critical))
 
 
 def is_silent(state: RunState, job: JobView, now: float) -> bool:
@@ -66,13 +66,13 @@ def is_interrupted(state: RunState, job: JobView) -> bool:
     return state.is_recovering or (bool(state.time) and job.changed_at > max(times, default=0.0))
 
 
-def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
+def _job_problems(state: RunState, job: JobView) -> Iterator[Problem]:
     if lacks_events(state, job):
-        where = "another node" if job.first_node is None else f"node {job.first_node}"
+        node_name = "another node" if job.first_node is None else f"node {job.first_node}"
         yield Problem(
             False,
-            f"This page shows only node {job.node}: the events of the run are on {where}",
-            f"open the page of the launcher of {where} for training, incidents and other problems",
+            f"This page shows only node {job.node}: the events of the run are on {node_name}",
+            f"open the page of the launcher of {node_name} for training, incidents and other problems",
         )
     if job.end is not None and job.end[1]:
         yield Problem(
@@ -87,10 +87,10 @@ def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
             f"Training is interrupted: {reason or 'a worker was lost, and workers reconnect'}",
             "wait some seconds for the replacement; if it does not come, read its output in --log-dir/workers",
         )
-    if lost := sorted(node for node, what in (job.states or {}).items() if what == "lost"):
+    if lost_nodes := sorted(node for node, node_state in (job.states or {}).items() if node_state == "lost"):
         yield Problem(
             True,
-            f"Lost: {', '.join(f'node {node}' for node in lost[:20])}{' ...' * (len(lost) > 20)}",
+            f"Lost: {', '.join(f'node {node}' for node in lost_nodes[:20])}{' ...' * (len(lost_nodes) > 20)}",
             "start the launcher of each again, there or on another machine; the job waits for --max-wait",
         )
     if count := job.workers_by_state["lost"]:
@@ -101,24 +101,24 @@ def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
         )
 
 
-def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]:
+def _training_problems(state: RunState, job: JobView, now: float) -> Iterator[Problem]:
     if is_silent(state, job, now):
-        usual = (
+        usual_pace = (
             f"an iteration usually takes {state.iteration_s:.3g} s" if state.iteration_s else "no iteration is complete"
         )
-        silence = f"No event for {now - state.time:,.0f} s; {usual}"
+        silence = f"No event for {now - state.time:,.0f} s; {usual_pace}"
         yield Problem(
             True,
-            f"{silence}{_who_is_waited_for(job)}",
+            f"{silence}{_describe_busy_workers(job)}",
             "read the output of these workers in --log-dir/workers; in section save, check the storage of --ckpt-dir",
         )
-    recent = [one for one in state.recoveries if now - one.time < HOUR_S]
+    recent = [recovery for recovery in state.recoveries if now - recovery.time < HOUR_S]
     losses = [loss for at, loss in state.losses if now - at < HOUR_S]
     for rank, count in Counter(loss.rank for loss in losses if loss.rank is not None).items():
         if count >= REPLACEMENTS:
             nodes = sorted({loss.node for loss in losses if loss.rank == rank and loss.node is not None})
-            where = f" (node {', '.join(map(str, nodes))})" if nodes else ""
-            text = f"Worker {rank}{where} was lost {count} times within an hour"
+            location = f" (node {', '.join(map(str, nodes))})" if nodes else ""
+            text = f"Worker {rank}{location} was lost {count} times within an hour"
             yield Problem(False, text, "compare the causes below; test the device and the memory of that node")
     if state.newest.get("iteration", {}).get("skipped"):
         yield Problem(
@@ -126,7 +126,7 @@ def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]
             "The newest update was skipped: its gradient norm is not finite",
             "watch the loss; if more updates are skipped, lower --lr or resume from an older checkpoint",
         )
-    if any(one.exact is False for one in recent):
+    if any(recovery.exact is False for recovery in recent):
         yield Problem(
             False,
             "A recovery did not reproduce the iterations that it repeated",
@@ -134,14 +134,17 @@ def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]
         )
 
 
-def _who_is_waited_for(job: JobView) -> str:
+def _describe_busy_workers(job: JobView) -> str:
     """Returns the workers of this node that do not wait in a collective."""
-    busy = [one for one in job.workers if one.state != "waiting"]
+    busy = [worker for worker in job.workers if worker.state != "waiting"]
     if not busy:
         return ". All workers of this node wait for others" if job.workers else ""
-    named = [f"worker {one.rank} ({one.section or one.state}, for {one.seconds:.0f} s)" for one in busy[:_NAMED]]
-    rest = "; the others wait" if len(busy) < len(job.workers) else ""
-    return f". Not waiting: {', '.join(named)}{' ...' * (len(busy) > _NAMED)}{rest}"
+    named = [
+        f"worker {worker.rank} ({worker.section or worker.state}, for {worker.seconds:.0f} s)"
+        for worker in busy[:_NAMED]
+    ]
+    suffix = "; the others wait" if len(busy) < len(job.workers) else ""
+    return f". Not waiting: {', '.join(named)}{' ...' * (len(busy) > _NAMED)}{suffix}"
 
 
 _NAMED = 5
@@ -169,10 +172,10 @@ _WARNINGS = (
     ),
     ("fallback", "So many nodes were lost that a checkpoint was read", "raise --replicas if nodes fail together"),
 )
-"""Events that are problems for an hour: type, sentence, and what to do."""
+"""Events that are problems for an hour: type, sentence and remedy."""
 
 
-def _of_snapshots(state: RunState, now: float) -> Iterator[Problem]:
+def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
     persist, newest = state.newest.get("persist"), state.newest.get("iteration", {})
     age_s = now - persist["time"] if persist is not None else 0.0
     repeated = newest.get("storage_age") or 0.0
@@ -182,22 +185,24 @@ def _of_snapshots(state: RunState, now: float) -> Iterator[Problem]:
         text = f"The newest snapshot in storage is {age_s / 60:,.0f} minutes old"
         yield Problem(True, text, _OF_STORAGE_AGE)
     elif newest.get("storage_overdue"):
-        there = f"the newest snapshot there is {seconds(age_s)} old" if persist is not None else "no snapshot is there"
-        text = f"Storage is behind: {there}, and a loss of all memory would repeat {repeated:,.0f} iterations"
+        age_text = (
+            f"the newest snapshot there is {seconds(age_s)} old" if persist is not None else "no snapshot is there"
+        )
+        text = f"Storage is behind: {age_text}, and a loss of all memory would repeat {repeated:,.0f} iterations"
         yield Problem(persist is None, text, _OF_STORAGE_AGE)
     silent = state.newest.get("storage_silent")
     answered = [state.newest[kind]["time"] for kind in ("persist", "storage_awaited") if kind in state.newest]
     if silent is not None and not state.ended and silent["time"] > max(answered, default=0.0):
-        what = "training waits for it" if silent["waits"] else "no snapshot goes there"
-        yield Problem(silent["waits"], f"{silent['where']} does not answer: {what}", _OF_STORAGE_AGE)
+        consequence = "training waits for it" if silent["waits"] else "no snapshot goes there"
+        yield Problem(silent["waits"], f"{silent['where']} does not answer: {consequence}", _OF_STORAGE_AGE)
     replicas = state.newest.get("expert_replicas", {})
     if replicas.get("fewer") and not state.ended:
-        few = (
+        shortage = (
             f"{replicas['fewer']:,} of {replicas['experts']:,} experts have fewer than {replicas['wanted']:,} replicas"
         )
         yield Problem(
             True,
-            f"{few}, and some have {replicas['least']:,}: {_lost_with(replicas['least'])}",
+            f"{shortage}, and some have {replicas['least']:,}: {_describe_expert_loss(replicas['least'])}",
             "start the launchers of lost nodes again, or raise --elastic-slots",
         )
     for kind, text, remedy in _WARNINGS:
@@ -218,7 +223,7 @@ def _of_snapshots(state: RunState, now: float) -> Iterator[Problem]:
         )
 
 
-def _lost_with(replicas: int) -> str:
+def _describe_expert_loss(replicas: int) -> str:
     return f"the loss of {counted(replicas, 'more node')} can lose them"
 
 

@@ -27,7 +27,7 @@ POLL_S = 0.25
 """Seconds between two reads of the event file."""
 
 _HOOK_TIMEOUT_S = 60.0
-_MOST_WAITING = 1000  # events for the hook
+_MAX_WAITING = 1000  # events for the hook
 
 _log = logging.getLogger("moc")
 
@@ -114,7 +114,7 @@ class EventHook:
         """Queues events, except of types that occur in each iteration."""
         for event in events if self._command else ():
             if event["type"] not in FREQUENT_TYPES and event["time"] >= self._since:
-                if len(self._waiting) < _MOST_WAITING:
+                if len(self._waiting) < _MAX_WAITING:
                     self._waiting.append(event)
                 else:
                     self.results["dropped"] += 1
@@ -173,7 +173,7 @@ class Monitor:
     async def follow_events(self) -> None:
         """Reads events until the launcher ends."""
         while not self._has_read_all:
-            self._has_read_all = self.has_ended  # what was written before the end is read now
+            self._has_read_all = self.has_ended  # reads the events written before the end
             with contextlib.suppress(OSError):
                 self._path = self._find_file()
             while events := self.run.poll(self._path):

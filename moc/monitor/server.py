@@ -64,8 +64,8 @@ def is_known_host(header: str, address: str) -> bool:
 
 def is_authorized(token: str, header: str, cookie: str, query: str) -> bool:
     """Whether a reader has the token: as ``Authorization: Bearer``, as a cookie, or in the address of the page."""
-    given = header.removeprefix("Bearer ") if header.startswith("Bearer ") else cookie or query
-    return hmac.compare_digest(given.encode(), token.encode())
+    presented_token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else cookie or query
+    return hmac.compare_digest(presented_token.encode(), token.encode())
 
 
 def make_app(monitor: Monitor, address: str, token: str, serves_page: bool):
@@ -77,8 +77,8 @@ def make_app(monitor: Monitor, address: str, token: str, serves_page: bool):
         if not is_known_host(request.headers.get("Host", ""), address):
             raise web.HTTPMisdirectedRequest(text="the Host header does not name this machine\n")
         query = request.query.get("token", "")
-        given = request.headers.get("Authorization", ""), request.cookies.get(_COOKIE, ""), query
-        if token and not is_authorized(token, *given):
+        credentials = request.headers.get("Authorization", ""), request.cookies.get(_COOKIE, ""), query
+        if token and not is_authorized(token, *credentials):
             raise web.HTTPUnauthorized(text="a token is needed\n", headers={"WWW-Authenticate": "Bearer"})
         response = await handler(request)
         if token and query and not response.prepared:
@@ -151,8 +151,8 @@ def _page_handlers(monitor: Monitor) -> dict:
 
 async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) -> list:
     """Opens the ports; returns the runners of opened ports, and reports the others."""
-    runners, others = [], "another port" if arguments.of_job else "another port or --address"
-    others += " or --monitor-address" if arguments.directory is not None else ""
+    runners, alternatives = [], "another port" if arguments.of_job else "another port or --address"
+    alternatives += " or --monitor-address" if arguments.directory is not None else ""
     consequence = ", and training continues without it" if arguments.of_job else ""
     for name, port in (("metrics", arguments.metrics_port), ("dashboard", arguments.dashboard_port)):
         if port is None:
@@ -180,7 +180,7 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
             _log.warning(
                 "%s",
                 warning(
-                    f"{flag} cannot be served at {host}{consequence} ({cause_of(error)}). Fix: choose {others}",
+                    f"{flag} cannot be served at {host}{consequence} ({cause_of(error)}). Fix: choose {alternatives}",
                     code="monitor-port-unusable",
                 ),
             )

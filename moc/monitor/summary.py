@@ -70,7 +70,7 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
         run=_short(start.get("run") or ("run without snapshots" if start else "run")),
         job=job.job or _short(start.get("job") or ""),
         status=_status(state, job, now),
-        problems=tuple(replace(one, text=_short(one.text)) for one in find_problems(state, job, now)),
+        problems=tuple(replace(problem, text=_short(problem.text)) for problem in find_problems(state, job, now)),
         figures=_figures(state, now),
         tables=tuple(table for table in tables if table.rows),
     )
@@ -137,7 +137,7 @@ def _tiers(state: RunState, now: float) -> Iterable[Sequence[object]]:
 def _configuration(state: RunState, job: JobView) -> Iterable[tuple[str, object]]:
     if job.states is not None:
         yield "controller", f"candidate {job.leader}, epoch {job.epoch}; generation {job.generation}"
-        yield "nodes", ", ".join(f"{count} {what}" for what, count in job.nodes_by_state.items())
+        yield "nodes", ", ".join(f"{count} {node_state}" for node_state, count in job.nodes_by_state.items())
         yield "replaced workers", f"{job.restarts:,}"
     if job.lease_s is not None:
         yield "lease of this node", f"{job.lease_s:.1f} s"
@@ -157,12 +157,19 @@ def _value(name: str, value: Any) -> str:
 
 
 def _workers(job: JobView) -> Iterable[Sequence[object]]:
-    for one in job.workers:
-        yield one.rank, one.pid or "", one.state, one.section or "", f"{one.seconds:.1f}", one.iteration or 0
+    for worker in job.workers:
+        yield (
+            worker.rank,
+            worker.pid or "",
+            worker.state,
+            worker.section or "",
+            f"{worker.seconds:.1f}",
+            worker.iteration or 0,
+        )
 
 
-def _clock(moment: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(moment))
+def _clock(time_s: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def _events(state: RunState) -> list[tuple[str, object, str]]:

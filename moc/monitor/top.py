@@ -22,7 +22,7 @@ from moc.monitor.summary import JobSummary, summarize
 from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
 
 _TIMEOUT_S = 10.0
-_MOST_BYTES, _MOST_URL = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
+_MAX_ANSWER_BYTES, _MAX_URL_BYTES = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
 
 EPILOG = """\
 examples:
@@ -47,14 +47,14 @@ def find_page(job: str | None) -> str:
     for file in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{PAGE_FILE}"):
         with contextlib.suppress(OSError, ToolError):
             if file.parent.lstat().st_uid == os.geteuid():  # others could ask for our token
-                url = SafeDirectory(file.parent).read(file.name, _MOST_URL).decode()
-                jobs.append(_fetched(url, None).job)
+                url = SafeDirectory(file.parent).read(file.name, _MAX_URL_BYTES).decode()
+                jobs.append(_fetch_summary(url, None).job)
                 pages.append(url)
     matching = [url for url, other in zip(pages, jobs, strict=True) if job in (None, other)]
     if len(matching) != 1:
-        there = f"jobs with pages on this machine: {', '.join(jobs) or 'none'}"
+        known_jobs = f"jobs with pages on this machine: {', '.join(jobs) or 'none'}"
         raise ToolError(
-            f"the job is not clear ({there}). Fix: start mocrun with --dashboard-port, and name one by --job, or "
+            f"the job is not clear ({known_jobs}). Fix: start mocrun with --dashboard-port, and name one by --job, or "
             "its URL",
             code="job-not-found",
         )
@@ -70,7 +70,7 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     """
     address = find_page(job) if address is None else address
     if address.startswith(("http://", "https://")):
-        return lambda: _fetched(address, job)
+        return lambda: _fetch_summary(address, job)
     path, run = events_file(address), FollowedRun()
     path.stat()  # a mistake in the path is not a run without events
 
@@ -82,12 +82,12 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     return read
 
 
-def _fetched(url: str, job: str | None) -> JobSummary:
+def _fetch_summary(url: str, job: str | None) -> JobSummary:
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN_VARIABLE)) else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            summary = decode(answer.read(_MOST_BYTES), JobSummary)
+            summary = decode(answer.read(_MAX_ANSWER_BYTES), JobSummary)
     except (urllib.error.URLError, OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
         raise ToolError(
@@ -103,7 +103,7 @@ def _fetched(url: str, job: str | None) -> JobSummary:
 
 
 def render(summary: JobSummary, rows: int):
-    """Returns what the terminal shows, with at most ``rows`` rows of each table."""
+    """Returns the content of the terminal, with at most ``rows`` rows of each table."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -122,10 +122,10 @@ def render(summary: JobSummary, rows: int):
         figures.add_row(title, value)
     parts = [*lines, figures]
     for table in summary.tables:
-        shown = Table(*table.titles, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        rich_table = Table(*table.titles, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
         for row in table.rows[:rows]:
-            shown.add_row(*row)
-        parts.append(shown)
+            rich_table.add_row(*row)
+        parts.append(rich_table)
     return Group(*parts)
 
 
@@ -136,8 +136,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = "page of the job, its events.jsonl, or the directory with it (default: the page of your job on this machine)"
-    parser.add_argument("source", nargs="?", metavar="URL", help=what)
+    source_help = (
+        "page of the job, its events.jsonl, or the directory with it (default: the page of your job on this machine)"
+    )
+    parser.add_argument("source", nargs="?", metavar="URL", help=source_help)
     parser.add_argument("--job", metavar="ID", help="id of the launch, as its page shows it")
     parser.add_argument("--once", action="store_true", help="print the state once, also if the output is no terminal")
     parser.add_argument("--rows", type=int, default=10, help="most rows of each table (default: 10)")

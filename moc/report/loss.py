@@ -92,7 +92,7 @@ class LossCurve:
     resumed: list[LossMark] = field(default_factory=list)
     """Where the run resumed, and after which loss."""
     _time: float = 0.0  # of the newest iteration
-    _lost: str = ""  # reason of the newest loss, until the run resumes
+    _loss_reason: str = ""  # reason of the newest loss, until the run resumes
 
     def select_iterations(self, start: int, end: int | None) -> LossCurve:
         """Returns the part of the run from iteration `start` to `end`, inclusive; None is the run's own end."""
@@ -113,7 +113,7 @@ class LossCurve:
         """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
         kind, iteration = event.get("type"), event.get("iteration")
         if kind == "generation":
-            self._lost = "; ".join(dict.fromkeys(loss.title for loss in losses_of(event)))
+            self._loss_reason = "; ".join(dict.fromkeys(loss.title for loss in losses_of(event)))
         if not isinstance(iteration, int):
             return
         if kind == "iteration":
@@ -134,8 +134,8 @@ class LossCurve:
         while self.resumed and self.resumed[-1].at > iteration:
             self.resumed.pop()
         if iteration > 0:
-            self.resumed.append(LossMark(iteration, self._lost or "restarted", max(0.0, dead_s), iteration))
-        self._lost = ""
+            self.resumed.append(LossMark(iteration, self._loss_reason or "restarted", max(0.0, dead_s), iteration))
+        self._loss_reason = ""
 
 
 def _is_finite(value) -> bool:
@@ -180,8 +180,8 @@ def draw_losses(panel, runs: Mapping[str, LossCurve], title: str, smoothing: int
         _draw_loss(panel, run, f"C{number}", smoothing, f"{name}, " if len(runs) > 1 else "")
     for number, run in enumerate(runs.values()):
         add_marks(panel, run.resumed, f"C{number}" if len(runs) > 1 else ink())
-    shown = title or f"Loss of {', '.join(runs)}"
-    panel.set_title(shown, pad=MARKS_PAD if any(run.resumed for run in runs.values()) else None)
+    shown_title = title or f"Loss of {', '.join(runs)}"
+    panel.set_title(shown_title, pad=MARKS_PAD if any(run.resumed for run in runs.values()) else None)
     panel.set_ylabel("loss, nats per token")
 
 

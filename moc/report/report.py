@@ -20,7 +20,7 @@ from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compu
 from moc.report.pictures import PART_TITLES, Section, draw_report, write_html
 from moc.report.wall_clock import PHASES, Event, RecoveryTimes
 
-_MOST_PICTURE_BYTES = 64 << 20
+_MAX_PICTURE_BYTES = 64 << 20
 _SETTINGS = {
     "sparse_window": "window W",
     "gradient_window": "window W of gradients",
@@ -85,22 +85,22 @@ def incident_rows(
     """
     rows = [row for recovery in recoveries for row in _recovery_rows(recovery)]
     costs = [""] * len(PHASES) + ["not recovered", ""]
-    return rows + [[_moment(at), f"{last:,}", *_loss_cells(loss), *costs] for at, loss in unrecovered]
+    return rows + [[_local_time(at), f"{last:,}", *_loss_cells(loss), *costs] for at, loss in unrecovered]
 
 
 def _recovery_rows(recovery: RecoveryTimes) -> Iterable[list[str]]:
-    when = [_moment(recovery.time), f"{recovery.newest:,}"]
+    time_and_iteration = [_local_time(recovery.time), f"{recovery.newest:,}"]
     costs = [
         *(seconds(recovery.phases.get(phase)) or "" for phase in PHASES),
         seconds(recovery.outside_s) or "",
         f"{recovery.repeated:,}",
     ]
     for loss in recovery.losses or (RecordedLoss(),):
-        yield [*when, *_loss_cells(loss), *costs]
+        yield [*time_and_iteration, *_loss_cells(loss), *costs]
         costs = [""] * len(costs)
 
 
-def _moment(at: float) -> str:
+def _local_time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
@@ -109,8 +109,8 @@ _RESTART, _NOT_ENDED = "job restarted", "not in good order, or not yet"
 
 def _loss_cells(loss: RecordedLoss) -> list[str]:
     killed = "" if loss.signal is None else f", signal {loss.signal}"
-    where = ["" if number is None else str(number) for number in (loss.rank, loss.node)]
-    return [*where, f"{loss.cause or _RESTART}{killed}"]
+    rank_and_node = ["" if number is None else str(number) for number in (loss.rank, loss.node)]
+    return [*rank_and_node, f"{loss.cause or _RESTART}{killed}"]
 
 
 def _incidents(run: Report):
@@ -369,7 +369,7 @@ def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Eve
     with tempfile.TemporaryDirectory() as directory:
         draw_report(f"{directory}/report.png", runs, events)
         names = [theme_path("report.png", theme).name for theme in THEMES]
-        light, dark = (SafeDirectory(directory).read(name, _MOST_PICTURE_BYTES) for name in names)
+        light, dark = (SafeDirectory(directory).read(name, _MAX_PICTURE_BYTES) for name in names)
     names = [run.name for run in runs]
     sections: list[Section] = []
     for run in runs:
@@ -403,7 +403,7 @@ ones. The lines below it are the parts of the wall clock; docs/how-to/read-a-run
 def build_parser() -> argparse.ArgumentParser:
     """Builds the command line parser."""
     parser = Parser(
-        description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
+        description="Summarize runs: time, faults and recoveries, snapshots, experts, choices.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

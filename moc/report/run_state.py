@@ -185,8 +185,8 @@ class RunFold:
         self._counts.update((kind, event[name]) for name in _DISTINGUISHING if isinstance(event.get(name), str))
         if is_recovery:
             self._unrecovered.clear()
-        for known in (self._losses, self._unrecovered):
-            known.extend((time, loss) for loss in losses)
+        for records in (self._losses, self._unrecovered):
+            records.extend((time, loss) for loss in losses)
         self._counts.update(("loss", loss.cause) for loss in losses)
         if kind not in FREQUENT_TYPES:
             self._recent.append(event)

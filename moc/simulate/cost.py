@@ -304,14 +304,14 @@ def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operat
             f"{layers} layers cannot fill {stages} pipeline stages. Fix: take fewer stages",
             code="stages-exceed-layers",
         )
-    base, more = divmod(layers, stages)
-    first = (stages - more) // 2
-    layer_counts = [base + (first <= stage < first + more) for stage in range(stages)]
-    of_layer = [stage for stage, count in enumerate(layer_counts) for _ in range(count)]
+    base, remainder = divmod(layers, stages)
+    first = (stages - remainder) // 2
+    layer_counts = [base + (first <= stage < first + remainder) for stage in range(stages)]
+    stage_of_layer = [stage for stage, count in enumerate(layer_counts) for _ in range(count)]
     split: list[list[Operator]] = [[] for _ in range(stages)]
     for operator in operators:
         if operator.layer is not None:
-            split[of_layer[operator.layer]].append(operator)
+            split[stage_of_layer[operator.layer]].append(operator)
         else:
             split[-1 if operator.kind == "output" else 0].append(operator)
     return split

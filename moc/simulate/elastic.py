@@ -105,8 +105,8 @@ class ElasticMembers(VaryingNodes):
 
     def trained_on(self, nodes: int) -> int:
         """Returns D: data-parallel ranks of this many nodes."""
-        of_stage, ranks = self._stage(nodes)
-        return of_stage * (ranks // self.tp)
+        stage_nodes, ranks = self._stage(nodes)
+        return stage_nodes * (ranks // self.tp)
 
     def slowdown(self, nodes: int) -> float:
         """Returns :meth:`Members.slowdown`, from rounds of micro batches and the wait for the rank with most tokens."""
@@ -126,9 +126,9 @@ class ElasticMembers(VaryingNodes):
         """Experts of a layer that a rank can hold."""
         if self.settings.slots is not None:
             return self.settings.slots
-        of_stage, ranks = self._stage(self.least)
+        stage_nodes, ranks = self._stage(self.least)
         experts = max((len(row) for rows in self.stages for row in rows), default=0)
-        return -(-min(self.settings.least, of_stage) * experts // (of_stage * ranks))
+        return -(-min(self.settings.least, stage_nodes) * experts // (stage_nodes * ranks))
 
     @cached_property
     def _plan(self):
@@ -155,12 +155,12 @@ class ElasticMembers(VaryingNodes):
     def _survival(self):
         @cache
         def survival(nodes: int, lost: int) -> float:
-            base, more = divmod(nodes, len(self.stages))
+            base, remainder = divmod(nodes, len(self.stages))
             if lost > nodes or not base:
                 return float(lost == 0)  # with fewer nodes than stages, each loss takes a stage
             choices = [1]
             for number, rows in enumerate(self.stages):
-                choices = _product(choices, self._survived(rows, base + (number < more), lost), lost)
+                choices = _product(choices, self._survived(rows, base + (number < remainder), lost), lost)
             return choices[lost] / comb(nodes, lost)
 
         return survival
@@ -219,9 +219,11 @@ def elastic_members(
     layers = sorted({o.layer for o in operators if o.kind == "expert" and o.layer is not None})
     rows = []
     for stage in stages:
-        places = [at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)]
+        positions = [
+            at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)
+        ]
         loads_of_stage = (
-            tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places
+            tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in positions
         )
         rows.append(tuple(dict.fromkeys(loads_of_stage)))  # equal layers have equal plans
     dense = sum(active([o for o in operators if o.kind != "expert"], topk))
@@ -335,7 +337,7 @@ class Lasting:
         return 1 / max(fatal, 1e-12)
 
 
-def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
+def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, min_nodes: int) -> float:
     """Returns the probability that a loss of ``lost`` random nodes leaves all of every part of the model.
 
     Nodes beyond complete copies count as nodes without state, although partial-model nodes have some.
@@ -344,21 +346,21 @@ def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) 
         parts: probabilities of the parts of the model.
         nodes: total number of nodes, at least the number of parts.
         lost: nodes lost together.
-        least: minimum number of nodes to continue (MIN).
+        min_nodes: minimum number of nodes to continue (MIN).
     """
     copies, waiting = divmod(nodes, len(parts))
     survival = 0.0
-    for of_parts in itertools.product(range(min(lost, copies) + 1), repeat=len(parts)):
-        of_waiting = lost - sum(of_parts)
-        if not 0 <= of_waiting <= waiting:
+    for losses_by_part in itertools.product(range(min(lost, copies) + 1), repeat=len(parts)):
+        waiting_losses = lost - sum(losses_by_part)
+        if not 0 <= waiting_losses <= waiting:
             continue
-        choices = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
-        kept = nodes_kept(copies, of_parts, nodes - lost, least)
-        survival += choices * prod(part(copies, copies - number) for part, number in zip(parts, kept, strict=True))
+        choices = comb(waiting, waiting_losses) * prod(comb(copies, part_losses) for part_losses in losses_by_part)
+        remaining = nodes_kept(copies, losses_by_part, nodes - lost, min_nodes)
+        survival += choices * prod(part(copies, copies - number) for part, number in zip(parts, remaining, strict=True))
     return survival / comb(nodes, lost) if lost <= nodes else 0.0
 
 
-def nodes_kept(copies: int, lost: Sequence[int], survivors: int, least: int) -> list[int]:
+def nodes_kept(copies: int, lost: Sequence[int], survivors: int, min_nodes: int) -> list[int]:
     """Returns the nodes of each part that keep their state after a loss; pure, as is the controller's choice.
 
     A node moves to another part if that completes one more copy.  If several parts could give it, each counts as giving
@@ -368,10 +370,10 @@ def nodes_kept(copies: int, lost: Sequence[int], survivors: int, least: int) -> 
         copies: copies of the model before.
         lost: lost nodes of each part.
         survivors: remaining nodes, including nodes without a part.
-        least: MIN nodes.
+        min_nodes: MIN nodes.
     """
-    survivors_by_part = [copies - of_part for of_part in lost]
-    later = survivors // len(lost) if survivors >= least else 0
+    survivors_by_part = [copies - part_losses for part_losses in lost]
+    later = survivors // len(lost) if survivors >= min_nodes else 0
     free = survivors - sum(survivors_by_part)
-    move = max(0, sum(max(0, later - of_part) for of_part in survivors_by_part) - free)
-    return [of_part - min(max(0, of_part - later), move) for of_part in survivors_by_part]
+    move = max(0, sum(max(0, later - part_survivors) for part_survivors in survivors_by_part) - free)
+    return [part_survivors - min(max(0, part_survivors - later), move) for part_survivors in survivors_by_part]

@@ -258,9 +258,9 @@ class _Run:
             self.exposed -= seconds
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
         for part in range(last, -1, -1):  # the parts that counted it
-            taken = min(fraction, self.iterations[part])
-            self.iterations[part] -= taken
-            fraction -= taken
+            removed = min(fraction, self.iterations[part])
+            self.iterations[part] -= removed
+            fraction -= removed
             if fraction <= 0:
                 break
 
@@ -426,13 +426,13 @@ class Result:
 
     def to_dict(self) -> dict:
         """Returns plain values, for JSON."""
-        more = {
+        derived = {
             "fell_back": self.fell_back,
             "ettr": self.ettr,
             "overhead": self.overhead,
             "recovery_each_s": self.recovery_each_s,
         }
-        return asdict(self) | more
+        return asdict(self) | derived
 
 
 def mean_of(results: Sequence[Result]) -> Result:

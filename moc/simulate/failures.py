@@ -169,9 +169,9 @@ def _by_count(rows: Rows) -> Trace:
         valid.append(count)
     doubt = _doubt(alive_nodes, f"{len(alive_nodes) - len(valid)} lines with later times were dropped")
     start, events = valid[0][1], []
-    for (_, _, before), (_, when, alive) in itertools.pairwise(valid):
+    for (_, _, before), (_, count_time, alive) in itertools.pairwise(valid):
         if alive != before:
-            at_s = (when - start) / timedelta(seconds=1)
+            at_s = (count_time - start) / timedelta(seconds=1)
             events.append(ClusterEvent(at_s, lost=max(0, before - alive), gained=max(0, alive - before)))
     return Trace(valid[0][2], tuple(events), doubt)
 

@@ -162,8 +162,8 @@ class Running:
             options = dataclasses.replace(basic, replicas=number)
             for settings in POLICIES[name].costs.candidates(self.machine_with(options)):
                 candidate_options = options.with_settings(settings)
-                every = self.price(name, candidate_options).interval
-                if every is None or shortest_interval(self, name, candidate_options) <= every:
+                interval = self.price(name, candidate_options).interval
+                if interval is None or shortest_interval(self, name, candidate_options) <= interval:
                     yield candidate_options
 
     def weighed(self, name: str, options: Options) -> Weighed:
@@ -173,9 +173,11 @@ class Running:
         else:
             saving, plt = _at_interval(self, name, options)
         price = self.price(name, options)
-        every = _persist_interval(self, saving, price)
-        options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
-        saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
+        persist_interval = _persist_interval(self, saving, price)
+        options = dataclasses.replace(options, interval=saving.interval, persist_interval=persist_interval)
+        saving = dataclasses.replace(
+            saving, survives=options.replicas, beyond=_from_storage(self, saving, persist_interval)
+        )
         host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, price)
         host += (1 + options.replicas) * (self.ranks * _retained_bytes(self, price) + price.chained_bytes / self.nodes)
         return Weighed(options, saving, plt, host)
@@ -211,11 +213,11 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price |
     spare = spare_buffers(tier)
     if tier == "disk":
         return ranks * full * spare
-    kept, window, snapshot = 1, 1, None
+    retained, window, snapshot = 1, 1, None
     if price is not None and price.snapshots_in_memory is not None and price.window_length > 1:
-        kept, window, snapshot = price.snapshots_in_memory, price.window_length, max(price.snapshots)
-    own = reserved_bytes(most_buffers(kept, window, spare, stores=True), full, snapshot)
-    return ranks * (own + replicas * reserved_bytes(most_copies(kept, spare), full, snapshot))
+        retained, window, snapshot = price.snapshots_in_memory, price.window_length, max(price.snapshots)
+    own = reserved_bytes(most_buffers(retained, window, spare, stores=True), full, snapshot)
+    return ranks * (own + replicas * reserved_bytes(most_copies(retained, spare), full, snapshot))
 
 
 def flags_of_candidate(candidate: Candidate) -> dict[str, object]:
@@ -328,17 +330,22 @@ def _persist_interval(run: Running, saving: SimulatedCosts, price: Price) -> int
     if run.tier == "disk":
         return None
     rank_bytes = saving.traffic.host / (run.ranks * run.nodes)  # of a window, all its snapshots
-    every = run.iterations(run.persist_s(rank_bytes))
+    persist_interval = run.iterations(run.persist_s(rank_bytes))
     if price.interval:
-        return max(_SELDOM, every)
-    return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
+        return max(_SELDOM, persist_interval)
+    return saving.interval if not saving.exact else math.ceil(persist_interval / saving.interval) * saving.interval
 
 
-def _from_storage(run: Running, saving: SimulatedCosts, every: int | None) -> SimulatedCosts | None:
+def _from_storage(run: Running, saving: SimulatedCosts, persist_interval: int | None) -> SimulatedCosts | None:
     """Returns the costs of recovery from storage if memory is lost; None if recovery is always from storage."""
-    if every is None:
+    if persist_interval is None:
         return None
     write_s = run.saved.full / run.write_rate
     return dataclasses.replace(
-        saving, interval=every, lag=saving.lag + run.iterations(write_s), restart_s=write_s, survives=0, beyond=None
+        saving,
+        interval=persist_interval,
+        lag=saving.lag + run.iterations(write_s),
+        restart_s=write_s,
+        survives=0,
+        beyond=None,
     )

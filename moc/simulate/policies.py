@@ -223,8 +223,8 @@ class Setup:
         if price is not None and price.interval is not None:
             options = dataclasses.replace(options, interval=price.interval)
         k = None if price is None else price.k
-        every = 1 if k is not None and options.interval is None else options.interval
-        saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
+        chosen_interval = 1 if k is not None and options.interval is None else options.interval
+        saving = POLICIES[name](self, dataclasses.replace(options, interval=chosen_interval)).saving
 
         def plt(interval: int) -> float:
             return self.iteration_s / options.mtbf_s * interval * saving.at_risk
@@ -249,22 +249,22 @@ class Weighed:
 
 def none(setup: Setup, options: Options) -> Strategy:
     """Saves no checkpoints: a failure loses everything."""
-    return Strategy(_global(setup, "none", interval=NEVER))
+    return Strategy(_rollback_costs(setup, "none", interval=NEVER))
 
 
 def blocking(setup: Setup, options: Options) -> Strategy:
     """Lets training wait until the full state is in storage, as in Megatron-DeepSpeed."""
     sizes = setup.full
     stall_s = sizes.busiest / setup.cluster.host_bandwidth + sizes.total / setup.cluster.storage_bandwidth
-    saving = _global(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
+    saving = _rollback_costs(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
     saving = dataclasses.replace(saving, traffic=Traffic(host=sizes.total, storage=sizes.total))
     return Strategy(_at_best_interval(setup, options, saving, 1))
 
 
 def checkfreq(setup: Setup, options: Options) -> Strategy:
     """Takes snapshots in the background, then writes them; the interval caps the overhead at 3 % (CheckFreq)."""
-    stall_s, least = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
-    interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, least)
+    stall_s, min_interval = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
+    interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, min_interval)
     return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
@@ -322,7 +322,7 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(saving)
 
 
-def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
+def _strategy_of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
     """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
@@ -331,8 +331,10 @@ def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
         price = setup.price(kind, options)
         if price.k is None:
             options = dataclasses.replace(options, interval=price.interval or options.interval)
-            least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
-            return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
+            min_interval = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
+            return Strategy(
+                _at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), min_interval)
+            )
         return _partial(setup, options, kind, price.k)
 
     return strategy
@@ -340,13 +342,13 @@ def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
 
 POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
     **{system.__name__: system for system in (none, blocking, checkfreq)},
-    **{name: _of(kind) for name, kind in REGISTERED.items()},
+    **{name: _strategy_of(kind) for name, kind in REGISTERED.items()},
     elastic.__name__: elastic,
 }
 """Training policies, and systems for comparison, by name."""
 
 
-def _global(
+def _rollback_costs(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
 ) -> SimulatedCosts:
     """Returns costs with a global rollback."""
@@ -395,7 +397,7 @@ def _to_storage(setup: Setup, name: str, interval: int) -> SimulatedCosts:
     """Returns costs of full snapshots in the background that are then written to storage."""
     sizes, write_s = setup.full, _write_s(setup)
     lag = setup.iterations(_copy_s(setup, sizes) + write_s)
-    saving = _global(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
+    saving = _rollback_costs(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
     traffic = Traffic(host=sizes.total, storage=sizes.total)
     return dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total)
 
@@ -408,7 +410,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Simul
         host_bytes = (price.snapshots_in_memory + 1) * sizes.total
     stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
-    saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
+    saving = _rollback_costs(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
@@ -458,7 +460,7 @@ def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> Sim
     """
     write_s = _write_s(setup)
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
-    beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
+    beyond = _rollback_costs(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
     nodes = setup.cluster.nodes
     copies = place(nodes, min(options.replicas, nodes - 1))
     changed = dataclasses.replace(beyond, why="other number of nodes") if setup.shrinks else None
@@ -467,9 +469,9 @@ def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> Sim
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
-def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, least: int) -> SimulatedCosts:
+def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, min_interval: int) -> SimulatedCosts:
     iteration_s = setup.timing.iteration_s
-    interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
+    interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, min_interval))
     return at_interval(saving, interval, iteration_s)
 
 

@@ -17,7 +17,7 @@ from moc.files.event_log import events_file, read_events
 from moc.simulate import SimulationError
 from moc.simulate.policy_costs import RecoveryCosts
 
-_FEW = 0.05  # share of iterations: the newest ones are undisturbed until the events of their snapshots arrive
+_SMALL_SHARE = 0.05  # share of iterations: the newest ones are undisturbed until the events of their snapshots arrive
 _WARM_UP = 5  # iterations that allocate memory and connect
 
 
@@ -216,7 +216,7 @@ class IterationTimes:
     @property
     def median_s(self) -> float | None:
         """Median seconds of undisturbed iterations; if few were undisturbed, of all, less their stalls."""
-        has_few = len(self._undisturbed) < _FEW * len(self._all)
+        has_few = len(self._undisturbed) < _SMALL_SHARE * len(self._all)
         times = self._without_stalls if has_few else self._undisturbed
         middle = len(times) // 2
         return (times[middle] + times[-middle - 1]) / 2 if times else None

@@ -107,8 +107,8 @@ class SizesByRules:
         self.nodes, self.replicas = nodes, replicas
         self._items: dict[tuple[str, bool], list[SaveItem]] = defaultdict(list)
         gradients = dataclasses.replace(_saved(state), moments=0)  # the size of fp32 weights
-        for gradient, of_each in enumerate((_saved(state), gradients)):
-            for item in list_save_items(operators, layout, of_each, uses_zero=zero):
+        for gradient, state_bytes in enumerate((_saved(state), gradients)):
+            for item in list_save_items(operators, layout, state_bytes, uses_zero=zero):
                 self._items[item.operator, bool(gradient)].append(item)
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:

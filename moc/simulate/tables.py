@@ -56,14 +56,14 @@ def sentences(text: str) -> list[str]:
 def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> list[str]:
     cluster, layout, timing = setup.cluster, setup.layout, setup.timing
     parameters = sum(o.parameters for o in setup.operators)
-    when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
+    failure_text = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
     rates = (cluster.host_bandwidth, cluster.inter_bandwidth, cluster.storage_bandwidth)
     host, network, storage = (f"{rate / 1e9:.3g}" for rate in rates)
     rollback = "" if setup.program else f"; all workers replay after {cluster.detect_s + cluster.restart_s:.4g} s"
     return [
         f"{parameters / 1e9:.1f} B parameters on {cluster.gpus:,} GPUs ({cluster.name}): "
         f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}",
-        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}",
+        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {failure_text}",
         f"GB/s: {host} from a GPU to host memory, {network} between nodes, {storage} to storage",
         f"a snapshot costs its iteration {100 * setup.overhead:.3g} % at least{rollback}",
     ]

@@ -96,7 +96,7 @@ class Rotation:
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        if filling + self._retiring + self._held_by_storage >= self.spare:
+        if filling + self._retiring + self._in_use_by_storage >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
 
@@ -206,7 +206,7 @@ class Rotation:
         return len(ends) + sum(iteration is not None and iteration > newest for iteration in complete)
 
     @property
-    def _held_by_storage(self) -> int:
+    def _in_use_by_storage(self) -> int:
         """Number of spare buffers that count as used only by storage."""
         count = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
         return min(count, 1) if self.keep else count

@@ -160,10 +160,10 @@ class Contents:
         return dataclasses.replace(local_share, stored=frozenset(stored))
 
     def _local_chunks(
-        self, operators: Mapping[str, Detail], of_ranks: Callable[..., dict[int, list[ByteRange]]]
+        self, operators: Mapping[str, Detail], bytes_of_ranks: Callable[..., dict[int, list[ByteRange]]]
     ) -> Iterator[_Saved]:
         parts: dict[str, list[ByteRange]] = defaultdict(list)
-        for part in of_ranks(self.holdings, operators, self._scheme, self._nodes).get(self._rank, []):
+        for part in bytes_of_ranks(self.holdings, operators, self._scheme, self._nodes).get(self._rank, []):
             parts[part.operator].append(part)
         for operator, detail in operators.items():
             yield from self._parts(operator, detail, tuple(parts.get(operator, ())))
@@ -192,9 +192,9 @@ class Contents:
         """Returns the bytes of these operators by rank of this stage, where any, without file headers."""
         return planned_bytes_by_rank(self.holdings, operators, self._scheme, self._nodes)
 
-    def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
+    def with_gradients(self, operators: Mapping[str, Detail], gradient_operators: Iterable[str]) -> Share:
         """Returns the :meth:`share` of operators, and the gradients of some of them in addition to their state."""
-        local_share, gradients = self.share(operators), dict.fromkeys(sorted(of), Detail.GRAD)
+        local_share, gradients = self.share(operators), dict.fromkeys(sorted(gradient_operators), Detail.GRAD)
         return joined(local_share, self.share(gradients)) if gradients else local_share
 
     def entries(self, operators: Mapping[str, Detail], local_share: Share | None = None) -> dict[str, OperatorEntry]:

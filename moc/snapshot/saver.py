@@ -141,7 +141,7 @@ class Saver:
         buffer = self._buffers.get(slot)
         if buffer is not None and nbytes <= buffer.nbytes <= max_nbytes:
             return
-        self._give_back(slot)
+        self._release_buffer(slot)
         directory = self._directory
         buffer = self._kept.take(nbytes, directory)
         self._buffers[slot] = buffer or HostBuffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
@@ -149,7 +149,7 @@ class Saver:
     def trim(self, slots: int) -> None:
         """Frees the buffers of all slots from ``slots`` on, and kept ones without a slot."""
         for slot in [slot for slot in self._buffers if slot >= slots]:
-            self._give_back(slot)
+            self._release_buffer(slot)
         self._kept.trim(max(0, slots - len(self._buffers)))
 
     def reuse_buffers(self, iterations: Iterable[int]) -> None:
@@ -214,12 +214,12 @@ class Saver:
         Returns:
             The snapshot; if memory is insufficient, ``finalized`` raises InsufficientMemoryError.
         """
-        other_slots, least = [other for other in other_slots if other != slot], share.layout.nbytes
-        size = max(least, nbytes or 0)
+        other_slots, min_nbytes = [other for other in other_slots if other != slot], share.layout.nbytes
+        size = max(min_nbytes, nbytes or 0)
         max_nbytes = math.inf if nbytes is None else size
-        self._swap(slot, other_slots, least, max_nbytes)
+        self._swap(slot, other_slots, min_nbytes, max_nbytes)
         try:
-            self._reserve_or_release(slot, other_slots, least, size, max_nbytes)
+            self._reserve_or_release(slot, other_slots, min_nbytes, size, max_nbytes)
         except InsufficientMemoryError as error:
             no_copies = Captures([])
             snapshot = Snapshot(
@@ -258,25 +258,27 @@ class Saver:
         if staged is not None:
             reach("gradient_staged")
             copies, delay = staged
-            of_state = start(state) if state else Captures([])
+            state_captures = start(state) if state else Captures([])
             later = start(copies)
             self._staging.is_read_by(later)
-            return _Started(Captures([of_state, later]), of_state, None, delay)
+            return _Started(Captures([state_captures, later]), state_captures, None, delay)
         first = start(gradients) if gradients else None
-        of_state = start(state) if state else Captures([])
-        return _Started(of_state if first is None else Captures([first, of_state]), of_state, first, float)
+        state_captures = start(state) if state else Captures([])
+        return _Started(
+            state_captures if first is None else Captures([first, state_captures]), state_captures, first, float
+        )
 
     def _reserve_or_release(
-        self, slot: int, other_slots: Iterable[int], least: int, size: int, max_nbytes: float
+        self, slot: int, other_slots: Iterable[int], min_nbytes: int, size: int, max_nbytes: float
     ) -> None:
         buffer = self._buffers.get(slot)
-        if buffer is not None and least <= buffer.nbytes <= max_nbytes:
+        if buffer is not None and min_nbytes <= buffer.nbytes <= max_nbytes:
             return
         try:
             self.reserve(slot, size, max_nbytes)
         except InsufficientMemoryError:
             for other_slot in other_slots:
-                self._give_back(other_slot)
+                self._release_buffer(other_slot)
             self.reserve(slot, size, max_nbytes)
 
     def _swap(self, slot: int, other_slots: Iterable[int], nbytes: int, max_nbytes: float) -> None:
@@ -290,7 +292,7 @@ class Saver:
             if previous is not None:
                 self._buffers[best] = previous
 
-    def _give_back(self, slot: int) -> None:
+    def _release_buffer(self, slot: int) -> None:
         buffer = self._buffers.pop(slot, None)
         if buffer is not None:
             self._copies.pop(buffer, None)
@@ -385,24 +387,24 @@ class Saver:
         self, snapshot: Snapshot, operators: Mapping[str, Detail] | None
     ) -> tuple[RankReport, list[memoryview]]:
         """Returns report and content of a file with part of a snapshot: a new header, and pieces of the buffer."""
-        chosen, elements = [], defaultdict(lambda: defaultdict(int))
+        selected, elements = [], defaultdict(lambda: defaultdict(int))
         if operators is None:
             operators = {name: Detail(entry.detail) for name, entry in snapshot.operators.items()}
         for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.hashes, strict=True):
             name = operator_of(entry.name)
             is_stored = snapshot.stored is None or entry in snapshot.stored
             if is_stored and name in operators and operators[name].holds(entry.slot):
-                chosen.append((entry, span, digest))
+                selected.append((entry, span, digest))
                 elements[name][entry.slot] += entry.region.numel
-        layout = FileLayout(entry for entry, _, _ in chosen)  # keeps the order, which is by width
-        header = layout.header([digest for _, _, digest in chosen])
+        layout = FileLayout(entry for entry, _, _ in selected)  # keeps the order, which is by width
+        header = layout.header([digest for _, _, digest in selected])
         entries = {
             name: OperatorEntry(operators[name].value, snapshot.operators[name].step, dict(slots))
             for name, slots in elements.items()
         }
-        pieces = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in chosen]
+        chunks = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in selected]
         file = FileEntry(layout.nbytes, len(header), compute_digest(header))
-        return RankReport(shard_file_name(self._rank), file, entries), [memoryview(header), *pieces]
+        return RankReport(shard_file_name(self._rank), file, entries), [memoryview(header), *chunks]
 
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
         assert self._storage is not None  # persist() needs storage
@@ -470,9 +472,9 @@ class Saver:
         directory = self._directory
         if directory is None:
             return None
-        taken = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
-        names = (directory / f"{_slot_of(self._rank)}.{number}" for number in range(len(taken) + 1))
-        path = next(name for name in names if name not in taken)
+        paths_in_use = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
+        names = (directory / f"{_slot_of(self._rank)}.{number}" for number in range(len(paths_in_use) + 1))
+        path = next(name for name in names if name not in paths_in_use)
         remove_owned(path)
         return path
 

@@ -31,7 +31,7 @@ class GradientStaging:
         self._mark = marker_of(device)
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._reading: Capture | None = None
-        self._has_room = True
+        self._has_memory = True
 
     def stage(self, copies: Sequence[Copy]) -> tuple[list[Copy], Callable[[], float]] | None:
         """Copies the sources to the second buffer, once its earlier content is in host memory.
@@ -41,7 +41,7 @@ class GradientStaging:
             seconds, valid once these copies are done.  None if the device lacks memory; the gradients must then be
             copied before they are cleared, now and in all later snapshots.
         """
-        if not self._has_room:
+        if not self._has_memory:
             return None
         started_at = time.perf_counter()
         if self._reading is not None:
@@ -51,7 +51,7 @@ class GradientStaging:
             stages = self._views(copies)
         except torch.OutOfMemoryError:
             self._buffers.clear()
-            self._has_room = False  # each attempt would empty torch's cache of device memory
+            self._has_memory = False  # each attempt would empty torch's cache of device memory
             return None
         spans = None if self._mark is None else StreamSpans(self._mark)
         with contextlib.nullcontext() if spans is None else spans.span(), torch.no_grad():

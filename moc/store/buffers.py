@@ -44,10 +44,10 @@ class HostBuffer:
         try:
             self._map = _allocate(nbytes, path)
         except OSError as error:
-            where = path.parent if path else "host memory"
+            location = path.parent if path else "host memory"
             raise (InsufficientMemoryError if error.errno in OUT_OF_SPACE_ERRNOS else CheckpointError)(
-                f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}). Fix: free memory, "
-                "enlarge the file system (Docker: --shm-size), name another one with --ckpt-memory-dir, or "
+                f"{location} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}). Fix: free "
+                "memory, enlarge the file system (Docker: --shm-size), name another one with --ckpt-memory-dir, or "
                 f"{remedy}",
                 code="memory-full",
             ) from None

@@ -313,8 +313,8 @@ def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> No
 
 def _refuse_other_run(final: Path, lineage: Lineage, author: Mapping) -> None:
     for other in published(final.parent) if final.is_dir() else ():
-        is_ours = other.lineage is None or other.lineage.run == lineage.run or other.job == author.get("job")
-        if checkpoint_path(final.parent, other.iteration) == final and not is_ours:
+        is_same_run = other.lineage is None or other.lineage.run == lineage.run or other.job == author.get("job")
+        if checkpoint_path(final.parent, other.iteration) == final and not is_same_run:
             raise TakenError(
                 f"another run has saved {final} since this one began. Fix: give this run another --save",
                 code="save-of-another-run",
@@ -348,10 +348,10 @@ def remove_checkpoint(root: str | Path, iteration: int) -> None:
 
 def state_error(directory: Path, operators: Sequence[str]) -> CheckpointError:
     """Returns the error for a checkpoint whose state differs from the digests that were stored with it."""
-    more = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
+    remainder = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
     return CheckpointError(
-        f"{directory} has other digests than the state that was saved: {', '.join(operators[:3])}{more}. Fix: use an "
-        "older checkpoint",
+        f"{directory} has other digests than the state that was saved: {', '.join(operators[:3])}{remainder}. Fix: use "
+        "an older checkpoint",
         code="state-digest-differs",
     )
 

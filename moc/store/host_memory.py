@@ -185,8 +185,8 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
     """
-    there = sorted(path for home in user_directories(memory_dir) for path in home.iterdir())
-    return [leftover(path) for path in there if _is_ours(path)]
+    paths = sorted(path for home in user_directories(memory_dir) for path in home.iterdir())
+    return [leftover(path) for path in paths if _is_memory_directory(path)]
 
 
 def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
@@ -202,10 +202,10 @@ def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
             f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
         )
     path = memory_path_of_run(memory_dir, job, run.run)
-    return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
+    return [memory for memory in leftovers(memory_dir) if is_memory_of_run(memory.path, path)]
 
 
-def _is_ours(path: Path) -> bool:
+def _is_memory_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and path.name != SOCKETS_DIRECTORY
 
 
@@ -220,28 +220,28 @@ def leftover(path: Path) -> Leftover:
     return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
 
 
-def remove_leftover(one: Leftover, ended: bool = False) -> None:
+def remove_leftover(memory: Leftover, ended: bool = False) -> None:
     """Removes a leftover.
 
     Args:
-        one: the leftover.
+        memory: the leftover.
         ended: its job is known to have ended, so that its lease does not matter.
 
     Raises:
         CheckpointError: a process uses the memory, or the job's lease has not expired.
         OSError: it cannot be removed.
     """
-    if users := tuple(_users(one.path)):
+    if users := tuple(_users(memory.path)):
         raise CheckpointError(
-            f"{one.path} is used by process {users[0]}. Fix: stop that job first", code="memory-in-use"
+            f"{memory.path} is used by process {users[0]}. Fix: stop that job first", code="memory-in-use"
         )
-    if not ended and (left_s := lease_remaining_s(one.path)) > 0:
+    if not ended and (left_s := lease_remaining_s(memory.path)) > 0:
         raise CheckpointError(
-            f"{one.path} is of a job that was alive a moment ago and may continue. Fix: wait {math.ceil(left_s)} s, or "
-            "give --ended if that job has ended",
+            f"{memory.path} is of a job that was alive a moment ago and may continue. Fix: wait {math.ceil(left_s)} s, "
+            "or give --ended if that job has ended",
             code="memory-in-use",
         )
-    remove_owned(one.path)
+    remove_owned(memory.path)
 
 
 def give_back(run: Path, node: str) -> None:
@@ -251,13 +251,13 @@ def give_back(run: Path, node: str) -> None:
         CheckpointError: the directory is not the memory of a run.
         OSError: it cannot be removed.
     """
-    there = [path for path in memory_paths_of_node(run, node) if path.is_dir()]
-    if there and run.parent not in user_directories(run.parent.parent):
+    paths = [path for path in memory_paths_of_node(run, node) if path.is_dir()]
+    if paths and run.parent not in user_directories(run.parent.parent):
         raise CheckpointError(
             f"{run} is not the memory of a run. Fix: name a directory that tools/clean_memory.py lists",
             code="memory-of-no-run",
         )
-    for path in there:
+    for path in paths:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
             remove_owned(path)
 

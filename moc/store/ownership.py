@@ -65,7 +65,7 @@ class Claim:
     @property
     def tag(self) -> str:
         """Job and term as used in file names."""
-        return f"{_word(self.job)}-{self.term[0]}-{self.term[1]}"
+        return f"{_tag_of_job(self.job)}-{self.term[0]}-{self.term[1]}"
 
     @property
     def generation(self) -> str:
@@ -75,21 +75,21 @@ class Claim:
     def supersedes(self, name: str) -> bool:
         """Returns whether a file name has the tag of an older term or of another launch; False without a tag."""
         tag = term_in(name)
-        return tag is not None and (tag[0] != _word(self.job) or tag[1] < self.term)
+        return tag is not None and (tag[0] != _tag_of_job(self.job) or tag[1] < self.term)
 
     def made(self, name: str) -> bool:
         """Returns whether a file name has the tag of any term of this launch."""
         tag = term_in(name)
-        return tag is not None and tag[0] == _word(self.job)
+        return tag is not None and tag[0] == _tag_of_job(self.job)
 
 
 def term_in(name: str) -> tuple[str, tuple[int, int]] | None:
     """Returns the job and term of the tag in a file name; None without a tag."""
-    found = _TAG.search(name)
-    return found and (found[1], (int(found[2]), int(found[3])))
+    match = _TAG.search(name)
+    return match and (match[1], (int(match[2]), int(match[3])))
 
 
-def _word(job: str) -> str:
+def _tag_of_job(job: str) -> str:
     return job if _WORD.fullmatch(job) else xxhash.xxh3_64_hexdigest(job.encode())
 
 
@@ -111,7 +111,7 @@ class _Lock:
         self.file, self.owns = file, False
 
 
-_held: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
+_open_locks: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
 """Lock files of this process by real path, held while a fence uses them."""
 
 _newest: dict[Path, _Lock] = {}
@@ -158,38 +158,38 @@ class _Stored:
     before: tuple[decode.Name, ...] = ()
 
 
-def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
+def refuse_superseded(claim: Claim, owner: Holder | None, name: str) -> None:
     """Raises if a newer claim than the caller's owns the location.
 
     Raises:
         SupersededError: a newer generation of the same launch, or another launch, owns the location.
     """
-    if now is None or (now.claim.job == claim.job and now.claim.term <= claim.term):
+    if owner is None or (owner.claim.job == claim.job and owner.claim.term <= claim.term):
         return
-    if now.claim.job == claim.job:
+    if owner.claim.job == claim.job:
         raise SupersededError(
-            f"generation {now.claim.generation} of this job, led by process {now.pid} on {now.host}, has {name}. The "
-            f"job has replaced this worker of generation {claim.generation}, which publishes nothing. Fix: none is "
+            f"generation {owner.claim.generation} of this job, led by process {owner.pid} on {owner.host}, has {name}. "
+            f"The job has replaced this worker of generation {claim.generation}, which publishes nothing. Fix: none is "
             "needed; if the job has ended, start it again"
         )
     raise SupersededError(
-        f"another job, process {now.pid} on {now.host}, has taken {name}. Fix: stop one of the jobs, or give this one "
-        "another directory (--ckpt-dir, --save)"
+        f"another job, process {owner.pid} on {owner.host}, has taken {name}. Fix: stop one of the jobs, or give this "
+        "one another directory (--ckpt-dir, --save)"
     )
 
 
-def successors(claim: Claim, now: Holder | None, name: str) -> tuple[str, ...]:
+def successors(claim: Claim, owner: Holder | None, name: str) -> tuple[str, ...]:
     """Returns the launches that a claim supersedes when it takes a location.
 
     Raises:
         SupersededError: the claim itself has been superseded.
     """
-    if now is None:
+    if owner is None:
         return ()
-    if now.claim.job == claim.job or claim.job in now.before:
-        refuse_superseded(claim, now, name)
-        return now.before
-    return (*now.before, now.claim.job)[-_REMEMBERED:]
+    if owner.claim.job == claim.job or claim.job in owner.before:
+        refuse_superseded(claim, owner, name)
+        return owner.before
+    return (*owner.before, owner.claim.job)[-_REMEMBERED:]
 
 
 class _AliveError(Exception):
@@ -208,7 +208,7 @@ class Fence:
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
         self._root, self.claim, self._patience, self._tree = root, claim, patience, SafeDirectory(root)
         self._lock: _Lock | None = None
-        self._other = ""
+        self._other_owner = ""
 
     def take(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Begins the term of the claim; from then on, older terms cannot publish.
@@ -230,9 +230,9 @@ class Fence:
             self._take()
         except OSError as error:
             is_full = error.errno in OUT_OF_SPACE_ERRNOS
-            now = self.read() if is_full else None
-            is_ours = now is not None and now.claim.job == self.claim.job
-            if not is_full or (now is not None and not is_ours and self._life_of(now) is not None):
+            owner = self.read() if is_full else None
+            is_same_job = owner is not None and owner.claim.job == self.claim.job
+            if not is_full or (owner is not None and not is_same_job and self._live_process(owner) is not None):
                 raise
             self._sweep_unfinished()
             make_room()
@@ -240,9 +240,9 @@ class Fence:
 
     def _take(self) -> None:
         deadline = time.monotonic() + self._patience
-        while not self._begins():
+        while not self._try_begin():
             if time.monotonic() > deadline:
-                raise _taken(self._root, self._other)
+                raise _taken_error(self._root, self._other_owner)
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -261,39 +261,39 @@ class Fence:
             return None
         except (RefusedFileError, ValueError) as error:
             print_once(f"{self._root / NAME} is damaged ({error}): the lock files there show who owns {self._root}")
-            return self._shown_by_locks()
+            return self._owner_by_locks()
 
-    def _shown_by_locks(self) -> Holder | None:
+    def _owner_by_locks(self) -> Holder | None:
         """Returns the live launch that owns the directory; if there is none, the one with the newest lock file."""
-        found: list[tuple[bool, int, Holder]] = []
+        holders: list[tuple[bool, int, Holder]] = []
         for name in self._tree.list_names():
             tag = term_in(name)
             if tag is None or not name.startswith(f"{_LOCK}."):
                 continue
             owner, job = self._locker(name, _OWNERSHIP), self.claim.job if self.claim.made(name) else tag[0]
-            with contextlib.suppress(FileNotFoundError), self._tree.directory() as there:
-                made = os.stat(name, dir_fd=there, follow_symlinks=False).st_mtime_ns
+            with contextlib.suppress(FileNotFoundError), self._tree.directory() as directory:
+                made = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime_ns
                 holder = Holder(Claim(job, tag[1]), socket.gethostname(), owner or 0)
-                found.append((owner is not None, made, holder))
-        return max(found, key=lambda one: one[:2])[2] if found else None
+                holders.append((owner is not None, made, holder))
+        return max(holders, key=lambda entry: entry[:2])[2] if holders else None
 
-    def _begins(self) -> bool:
+    def _try_begin(self) -> bool:
         """Tries to begin the term; False if another launch is alive or was faster."""
-        self._show_life()
-        begun = False
+        self._lock_liveness()
+        has_begun = False
         try:
-            if self._writes():
+            if self._try_write():
                 self._sweep()
-                self._show_life()  # the previous owner may have swept the lock away
-                self._show_ownership(True)
-                now = self.read()
-                begun = now is not None and now.claim == self.claim
+                self._lock_liveness()  # the previous owner may have swept the lock away
+                self._lock_ownership(True)
+                owner = self.read()
+                has_begun = owner is not None and owner.claim == self.claim
         finally:
-            if not begun:
-                self._show_ownership(False)
-        return begun
+            if not has_begun:
+                self._lock_ownership(False)
+        return has_begun
 
-    def _writes(self) -> bool:
+    def _try_write(self) -> bool:
         """Writes the fence, unless another launch is alive or faster."""
         try:
             self._tree.write(NAME, self._successor(), tag=self.claim.tag)
@@ -301,27 +301,29 @@ class Fence:
         except FileNotFoundError:  # another term has begun meanwhile
             pass
         except _AliveError as error:
-            self._other = f" ({error})"
+            self._other_owner = f" ({error})"
         except IsADirectoryError:
             self._move_aside()
         return False
 
     def _successor(self) -> Iterator[bytes]:
         """Yields the claim's fence; reads the present one only after the temporary file exists (module docstring)."""
-        now = self.read()
-        before = successors(self.claim, now, str(self._root))
-        if now is not None and now.claim.job != self.claim.job:
-            process = self._life_of(now)
+        owner = self.read()
+        before = successors(self.claim, owner, str(self._root))
+        if owner is not None and owner.claim.job != self.claim.job:
+            process = self._live_process(owner)
             if process is not None:
-                raise _AliveError(_described(now, process))
-        self._show_ownership(True)
+                raise _AliveError(_describe_owner(owner, process))
+        self._lock_ownership(True)
         yield Holder.this(self.claim, before).to_json().encode()
 
     def _move_aside(self) -> None:
         """Removes a directory that has the fence's name, but never a fence."""
         aside = f"{NAME}.{self.claim.tag}{_GIVEN_UP}"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._tree.directory() as there:
-            os.rename(f"{NAME}/", aside, src_dir_fd=there, dst_dir_fd=there)  # the slash admits only a directory
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._tree.directory() as directory:
+            os.rename(
+                f"{NAME}/", aside, src_dir_fd=directory, dst_dir_fd=directory
+            )  # the slash admits only a directory
         self._tree.remove(aside)
 
     def _sweep(self) -> None:
@@ -343,26 +345,26 @@ class Fence:
         """
         path = f"{directory}/{name}" if directory else name
         with contextlib.suppress(FileNotFoundError):  # it was published
-            with self._tree.directory(directory) as there:
-                if stat.S_ISDIR(os.stat(name, dir_fd=there, follow_symlinks=False).st_mode):
-                    os.rename(name, name + _GIVEN_UP, src_dir_fd=there, dst_dir_fd=there)
+            with self._tree.directory(directory) as parent:
+                if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                    os.rename(name, name + _GIVEN_UP, src_dir_fd=parent, dst_dir_fd=parent)
                     path += _GIVEN_UP
             with contextlib.suppress(OSError):
                 self._tree.remove(path)
 
-    def _show_life(self) -> None:
+    def _lock_liveness(self) -> None:
         """Locks the launch's file for the lifetime of this process."""
         path = self._root.resolve() / f"{_LOCK}.{self.claim.tag}"  # the name may be a link, which is not resolved
         if _is_current(path):
-            self._lock = _held[path]
+            self._lock = _open_locks[path]
             return
         lock = _Lock(open(open_without_links(path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0))
         if _try_lock(lock.file, _LIFE):
-            self._lock = _held[path] = lock
+            self._lock = _open_locks[path] = lock
             if self.claim.run:
                 _newest[path.parent] = lock
 
-    def _show_ownership(self, owns: bool) -> None:
+    def _lock_ownership(self, owns: bool) -> None:
         if self._lock is None or self._lock.owns == owns:
             return
         if owns:
@@ -371,7 +373,7 @@ class Fence:
             fcntl.lockf(self._lock.file, fcntl.LOCK_UN, 1, _OWNERSHIP)
             self._lock.owns = False
 
-    def _life_of(self, holder: Holder) -> int | None:
+    def _live_process(self, holder: Holder) -> int | None:
         """Returns the process that holds an owner's lock, 0 if it is on another machine; None if no process does."""
         return self._locker(f"{_LOCK}.{holder.claim.tag}", _LIFE)
 
@@ -382,14 +384,14 @@ class Fence:
         """
         path = self._root.resolve() / name
         if _is_current(path):  # opening and closing it would release the locks
-            return os.getpid() if byte == _LIFE or _held[path].owns else None
+            return os.getpid() if byte == _LIFE or _open_locks[path].owns else None
         try:
             descriptor = self._tree.open(name)
         except (FileNotFoundError, RefusedFileError):
             return None
         try:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
-            kind, *_, process = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            request = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
+            kind, *_, process = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
         finally:
             os.close(descriptor)
         return None if kind == fcntl.F_UNLCK else process
@@ -397,10 +399,10 @@ class Fence:
 
 def release(job: str) -> None:
     """Releases the directories of a launch that has ended in this process, for its next one."""
-    for path, lock in [*_held.items()]:
+    for path, lock in [*_open_locks.items()]:
         if Claim(job).made(path.name):
             lock.file.close()
-            del _held[path]
+            del _open_locks[path]
             if _newest.get(path.parent) is lock:
                 del _newest[path.parent]
 
@@ -408,8 +410,8 @@ def release(job: str) -> None:
 def lives(root: Path) -> Holder | None:
     """Returns the live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())
-    now = fence.read()
-    return now if now is not None and fence._life_of(now) is not None else None
+    owner = fence.read()
+    return owner if owner is not None and fence._live_process(owner) is not None else None
 
 
 def refuse_owned(root: Path, patience_s: float) -> None:
@@ -420,19 +422,19 @@ def refuse_owned(root: Path, patience_s: float) -> None:
         OSError: the fence cannot be read.
     """
     deadline, fence = time.monotonic() + patience_s, Fence(root, Claim.of_process())
-    while (owner := fence.read()) is not None and (process := fence._life_of(owner)) is not None:
+    while (owner := fence.read()) is not None and (process := fence._live_process(owner)) is not None:
         if time.monotonic() > deadline:
-            raise _taken(root, f" ({_described(owner, process)})")
+            raise _taken_error(root, f" ({_describe_owner(owner, process)})")
         time.sleep(_POLL_S)
 
 
-def _taken(root: Path, owner: str) -> TakenError:
+def _taken_error(root: Path, owner: str) -> TakenError:
     return TakenError(
         f"another job is using {root}{owner}. Fix: stop it, or give this job another directory (--ckpt-dir, --save)"
     )
 
 
-def _described(holder: Holder, process: int) -> str:
+def _describe_owner(holder: Holder, process: int) -> str:
     """Describes an owner, or the process of this machine that holds the lock in its stead."""
     if process in (0, holder.pid) or holder.host != socket.gethostname():
         return f"process {holder.pid} on {holder.host}"
@@ -441,9 +443,9 @@ def _described(holder: Holder, process: int) -> str:
 
 def _is_current(path: Path) -> bool:
     """Returns whether this process holds the existing lock file, rather than a removed one."""
-    held = _held.get(path)
+    lock = _open_locks.get(path)
     with contextlib.suppress(FileNotFoundError):
-        return held is not None and os.path.samestat(os.fstat(held.file.fileno()), path.lstat())
+        return lock is not None and os.path.samestat(os.fstat(lock.file.fileno()), path.lstat())
     return False
 
 

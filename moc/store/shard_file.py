@@ -359,7 +359,11 @@ def _name_saved_by_another_worker(name: str, reader: ShardReader) -> str | None:
     """Returns the saved module state of the same operator with the lowest index."""
     operator_prefix = name.rpartition(".")[0] + "."
     saved = {box_name.box.name for box_name in reader.sources() if box_name.box.name.startswith(operator_prefix)}
-    numbers = {int(last): one for one in saved if _INDEX.fullmatch(last := one.removeprefix(operator_prefix))}
+    numbers = {
+        int(last): saved_name
+        for saved_name in saved
+        if _INDEX.fullmatch(last := saved_name.removeprefix(operator_prefix))
+    }
     return numbers[min(numbers)] if numbers else None
 
 

@@ -184,13 +184,13 @@ class Store:
         return part
 
     def read_reports(
-        self, iteration: int, ranks: Iterable[int], known: Mapping[int, RankReport] = MappingProxyType({})
+        self, iteration: int, ranks: Iterable[int], known_reports: Mapping[int, RankReport] = MappingProxyType({})
     ) -> list[RankReport]:
         """Returns ranks' reports of the location's launch, the newest term's of each rank.
 
         Newer terms continue the saves of older terms.
 
-        The reports ``known``, by rank, are from this process, and are not read again.
+        The reports ``known_reports``, by rank, are from this process, and are not read again.
 
         Raises:
             CheckpointError: a rank has not reported, its file does not match, or the checkpoint is being removed.
@@ -202,7 +202,7 @@ class Store:
                 "save again",
                 code="checkpoint-removed",
             )
-        return [known.get(rank) or self._read_report(iteration, rank, names) for rank in ranks]
+        return [known_reports.get(rank) or self._read_report(iteration, rank, names) for rank in ranks]
 
     def is_publishable(self, iteration: int, ranks: Iterable[int]) -> bool:
         """Returns whether a checkpoint is published, or could be because all these ranks have reported."""
@@ -340,7 +340,9 @@ class Store:
         name = f"{prefix}json"
         if claim is not None:
             tagged = [n for n in names if n.startswith(prefix) and n.endswith(".json") and claim.made(n)]
-            name = max(tagged, key=lambda one: term_in(one) or ("", (0, 0)), default=f"{prefix}{claim.tag}.json")
+            name = max(
+                tagged, key=lambda file_name: term_in(file_name) or ("", (0, 0)), default=f"{prefix}{claim.tag}.json"
+            )
         path = f"{checkpoint_name(iteration)}/{name}"
         try:
             part = RankReport.from_json(self.storage.read(path).decode())

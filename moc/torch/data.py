@@ -326,7 +326,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {_ARRAY: [value.dtype.str, list(value.shape), value.tobytes()]}
     if isinstance(value, Mapping):
-        return {key: _to_plain(each) for key, each in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_to_plain, value))
     return value
@@ -343,7 +343,7 @@ def _from_plain(value: Any) -> Any:
         if value.keys() == {_ARRAY}:
             name, shape, data = value[_ARRAY]
             return np.frombuffer(bytearray(data), dtype=np.dtype(name)).reshape(shape)
-        return {key: _from_plain(each) for key, each in value.items()}
+        return {key: _from_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_from_plain, value))
     return value

@@ -90,26 +90,26 @@ class LoopEngine:
         self._live = dict(_live_tensors(loop.objects))
         live = [NamedTensor("output", name, tensor) for name, tensor in self._live.items()]
         buffers = {
-            id(one.tensor): (one.tensor, one.tensor.clone())
-            for one in structure.tensors
-            if not isinstance(one.tensor, nn.Parameter | DTensor)
+            id(named.tensor): (named.tensor, named.tensor.clone())
+            for named in structure.tensors
+            if not isinstance(named.tensor, nn.Parameter | DTensor)
         }
         self._buffers = list(buffers.values())  # with their values after the last update, which are saved
         stable = [
-            dataclasses.replace(one, tensor=buffers.get(id(one.tensor), (None, one.tensor))[1])
-            for one in structure.tensors
+            dataclasses.replace(named, tensor=buffers.get(id(named.tensor), (None, named.tensor))[1])
+            for named in structure.tensors
         ]
-        saved = _alike(list(_saved([*stable, *live], world)))
+        saved = _partition_whole_operators(list(_saved([*stable, *live], world)))
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
         self.layout, self.slices = {"workers": world.size}, (world.rank,)
-        self._plain = list(
-            {id(one.tensor): one.tensor for one in saved if not isinstance(one.tensor, DTensor)}.values()
+        self._unsharded = list(
+            {id(entry.tensor): entry.tensor for entry in saved if not isinstance(entry.tensor, DTensor)}.values()
         )
         parameters = self.state.parameters(self.state.operators())
         self._parameters = {id(tensor): tensor for tensor in parameters.values()}
-        self._described = xxhash.xxh3_64_hexdigest(
-            repr([(one.name, one.global_shape, str(one.tensor.dtype)) for one in saved]).encode()
+        self._model_digest = xxhash.xxh3_64_hexdigest(
+            repr([(entry.name, entry.global_shape, str(entry.tensor.dtype)) for entry in saved]).encode()
         )
         self.averages = True
         self.is_partitioned = any(isinstance(named.tensor, DTensor) for named in structure.tensors)
@@ -141,7 +141,9 @@ class LoopEngine:
             "groups": groups,
             "scheduler": None if loop.scheduler is None else loop.scheduler.state_dict(),
             "scaler": None if loop.scaler is None else loop.scaler.state_dict(),
-            "objects": {name: _without_live(one.state_dict(), name, self._live) for name, one in loop.objects.items()},
+            "objects": {
+                name: _without_live(stateful.state_dict(), name, self._live) for name, stateful in loop.objects.items()
+            },
             "data": self._data_states,
             "updates": self._updates,
             "lag": {name: lag for name, lag in self._lag.items() if lag},
@@ -157,12 +159,12 @@ class LoopEngine:
     def begin(self, position: Position) -> None:
         """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
         if not position.iteration:
-            for tensor in self._plain if self.world.size > 1 else ():
+            for tensor in self._unsharded if self.world.size > 1 else ():
                 dist.broadcast(tensor.detach(), src=0)
         self._restore_buffers()
         states = self._data_states
-        mine = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
-        self.batches.begin(position.iteration * self.loop.accumulate, mine)
+        local_data_state = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
+        self.batches.begin(position.iteration * self.loop.accumulate, local_data_state)
         self.loop.optimizer.zero_grad()
         if self.loop.scaler is not None:
             _forget_unscaling(self.loop.scaler)  # of an iteration that a lost worker has interrupted
@@ -170,7 +172,7 @@ class LoopEngine:
         self.capture()
 
     def scalars(self, position: Position) -> dict:
-        facts = {"optimizer": self._optimizer_kind, "model": self._described, "loop": self._committed}
+        facts = {"optimizer": self._optimizer_kind, "model": self._model_digest, "loop": self._committed}
         return vars(position) | facts
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
@@ -185,8 +187,8 @@ class LoopEngine:
             loop.scheduler.load_state_dict(values["scheduler"])
         if loop.scaler is not None and values["scaler"]:
             loop.scaler.load_state_dict(values["scaler"])
-        for name, one in loop.objects.items():
-            one.load_state_dict(_with_live(values["objects"][name], self._live))
+        for name, stateful in loop.objects.items():
+            stateful.load_state_dict(_with_live(values["objects"][name], self._live))
         if values["data"] is not None and len(values["data"]) != self.world.size:
             raise CheckpointError(
                 f"{where} has the positions of the data of {len(values['data'])} workers, and there are "
@@ -207,7 +209,7 @@ class LoopEngine:
         return kind if kind != "sgd" or has_momentum else "sgd without momentum"
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        if saved.get("model") != self._described:
+        if saved.get("model") != self._model_digest:
             raise CheckpointError(
                 f"{where} is of a model with other parameters. Fix: name another directory, or build the model that "
                 "was saved",
@@ -256,12 +258,12 @@ class LoopEngine:
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
     ) -> None:
         loop, state = self.loop, self.state
-        wanted = set(operators or state.operators()) - state.frozen
+        updated = set(operators or state.operators()) - state.frozen
         if gradients is not None:
             loop.optimizer.zero_grad()
-            for fragment in state.fragments(wanted, Detail.GRAD):
+            for fragment in state.fragments(updated, Detail.GRAD):
                 state.load(fragment, gradients(fragment))
-        for parameter in state.parameters(set(state.operators()) - wanted).values():
+        for parameter in state.parameters(set(state.operators()) - updated).values():
             parameter.grad = None
         if loop.scaler is None:
             loop.optimizer.step()
@@ -270,7 +272,7 @@ class LoopEngine:
             loop.scaler.update()
         if not record.skipped:
             self._updates += 1
-            for name, parameter in state.parameters(wanted).items():
+            for name, parameter in state.parameters(updated).items():
                 self._lag[name] += parameter.grad is None
             if loop.scheduler is not None:
                 loop.scheduler.step()
@@ -368,7 +370,7 @@ def clip_gradients(parameters: Sequence[Tensor], limit: float) -> None:
     if len(kinds) < 2:
         nn.utils.clip_grad_norm_(parameters, limit)
         return
-    norms = [nn.utils.get_total_norm(of_kind) for of_kind in kinds.values()]
+    norms = [nn.utils.get_total_norm(gradients) for gradients in kinds.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     factor = (limit / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
     for gradient in itertools.chain(*kinds.values()):
@@ -385,13 +387,13 @@ def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
     kinds: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for of_kind in kinds.values():
-        present = torch.stack([p.new_tensor(float(p.grad is not None), requires_grad=False) for p in of_kind])
-        flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in of_kind]
+    for same_kind in kinds.values():
+        present = torch.stack([p.new_tensor(float(p.grad is not None), requires_grad=False) for p in same_kind])
+        flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in same_kind]
         mean = torch.cat([*flat, present])
         dist.all_reduce(mean)
-        *parts, counts = mean.split([p.numel() for p in of_kind] + [len(of_kind)])
-        for parameter, part, has_gradient in zip(of_kind, parts, copy_to_host(counts).tolist(), strict=True):
+        *parts, gradient_counts = mean.split([p.numel() for p in same_kind] + [len(same_kind)])
+        for parameter, part, has_gradient in zip(same_kind, parts, copy_to_host(gradient_counts).tolist(), strict=True):
             if has_gradient:
                 value = part.view_as(parameter) / size
                 if parameter.grad is None:
@@ -404,25 +406,25 @@ def _saved(tensors: Sequence[NamedTensor], world: World) -> Iterator[SavedTensor
     for named in tensors:
         name, tensor = f"{named.operator}{NAMED}{clean_name(named.name)}", named.tensor
         shape, offset, copy = _placement(tensor, world)
-        whole, local = tuple(tensor.shape), tuple(shape)
+        global_shape, local_shape = tuple(tensor.shape), tuple(shape)
         start = 0
         if named.index is not None:  # one expert of a stacked parameter
-            is_here = offset[0] <= named.index < offset[0] + local[0]
-            whole, first, offset, local = (
-                whole[1:],
+            is_local = offset[0] <= named.index < offset[0] + local_shape[0]
+            global_shape, first, offset, local_shape = (
+                global_shape[1:],
                 offset[0],
                 offset[1:],
-                local[1:] if is_here else (0,) * len(local[1:]),
+                local_shape[1:] if is_local else (0,) * len(local_shape[1:]),
             )
-            start = (named.index - first) * math.prod(local)
+            start = (named.index - first) * math.prod(local_shape)
         sharded = isinstance(tensor, DTensor) and any(kind.is_shard() for kind in tensor.placements)
-        yield SavedTensor(name, tensor, whole, Region(offset, local), start, copy, sharded)
+        yield SavedTensor(name, tensor, global_shape, Region(offset, local_shape), start, copy, sharded)
 
 
-def _alike(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+def _partition_whole_operators(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
     """Treats all tensors of an operator as partitioned if one is, because its parts are assigned together."""
-    partitioned = {operator_of(one.name) for one in saved if one.sharded}
-    return [dataclasses.replace(one, sharded=operator_of(one.name) in partitioned) for one in saved]
+    partitioned = {operator_of(tensor.name) for tensor in saved if tensor.sharded}
+    return [dataclasses.replace(tensor, sharded=operator_of(tensor.name) in partitioned) for tensor in saved]
 
 
 def _placement(tensor: Tensor, world: World) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -437,18 +439,18 @@ def _placement(tensor: Tensor, world: World) -> tuple[tuple[int, ...], tuple[int
         )
     (chunk,) = tensor.__create_chunk_list__()
     mesh, coordinate, copy = tensor.device_mesh, tensor.device_mesh.get_coordinate(), 0
-    for place, size, kind in zip(coordinate or (), mesh.shape, tensor.placements, strict=True):
+    for position, size, kind in zip(coordinate or (), mesh.shape, tensor.placements, strict=True):
         if kind.is_replicate():
-            copy = copy * size + place
+            copy = copy * size + position
     return tuple(tensor.to_local().shape), tuple(chunk.offsets), copy
 
 
 def _live_tensors(objects: Mapping[str, Stateful]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that the state_dict of an object returns each time, with their paths."""
-    for name, one in objects.items():
-        again = dict(_paths(one.state_dict(), name))
-        for path, tensor in _paths(one.state_dict(), name):
-            other = again.get(path)
+    for name, stateful in objects.items():
+        repeated = dict(_paths(stateful.state_dict(), name))
+        for path, tensor in _paths(stateful.state_dict(), name):
+            other = repeated.get(path)
             if (
                 tensor.numel()
                 and tensor.is_contiguous()
@@ -462,11 +464,11 @@ def _paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _paths(each, f"{path}/{key}")
+        for key, item in value.items():
+            yield from _paths(item, f"{path}/{key}")
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _paths(each, f"{path}/{number}")
+        for number, item in enumerate(value):
+            yield from _paths(item, f"{path}/{number}")
 
 
 _LIVE = "moc.live"
@@ -476,13 +478,13 @@ def _without_live(value: Any, path: str, live: Mapping[str, Tensor]) -> Any:
     if path in live:
         return {_LIVE: path}
     if isinstance(value, Mapping):
-        return {key: _without_live(each, f"{path}/{key}", live) for key, each in value.items()}
+        return {key: _without_live(item, f"{path}/{key}", live) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_without_live(each, f"{path}/{number}", live) for number, each in enumerate(value)])
+        return type(value)([_without_live(item, f"{path}/{number}", live) for number, item in enumerate(value)])
     return value
 
 
 def _with_live(value: Any, live: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
         return live[value[_LIVE]] if value.keys() == {_LIVE} else {k: _with_live(v, live) for k, v in value.items()}
-    return type(value)([_with_live(each, live) for each in value]) if isinstance(value, list | tuple) else value
+    return type(value)([_with_live(item, live) for item in value]) if isinstance(value, list | tuple) else value

@@ -220,12 +220,12 @@ class ProtectedRun:
         self._settings, self._wrap = settings, wrap
         self._log = _Log(world.rank, log_dir)
         self._remains, self._session = LocalRemains(), None
-        self._lost: Interruption | None = None
+        self._interruption: Interruption | None = None
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
-        self._number, self._losses, self._begun = 0, 0.0, 0.0
+        self._number, self._losses, self._started_at = 0, 0.0, 0.0
         self._is_finite: bool | None = None  # of the averaged gradients; None before they are averaged
-        self._stops = self._is_over = self._owes_step = self._is_finishing = False
+        self._stop_requested = self._is_over = self._owes_step = self._is_finishing = False
         self.model: Any = loop.model
         self.loss: float | None = None
 
@@ -272,7 +272,7 @@ class ProtectedRun:
                 DEFERRAL.raise_deferred()
                 if self._session is None:
                     self._begin()
-                if self._position.iteration >= self._settings.train_iters or self._stops or self._is_finishing:
+                if self._position.iteration >= self._settings.train_iters or self._stop_requested or self._is_finishing:
                     return self._end()
                 if self._owes_step:
                     raise SettingsError(
@@ -283,7 +283,7 @@ class ProtectedRun:
                     )
                 if self._number == 0:
                     progress("step")
-                    self._begun = time.perf_counter()
+                    self._started_at = time.perf_counter()
                 batch, self._owes_step = self._take(), True
                 self._engine.seed(self._position.iteration, self._number)
                 return self._body(batch)
@@ -328,11 +328,11 @@ class ProtectedRun:
                 code="loop-call-unsupported",
             )
         _running = self._job, self
-        if lost := self._job.report_ready() or self._lost:
-            self._log.message(f"generation {lost.generation}: {lost.reason}")
-            event = generation_event(lost, self._log.events.newest("generation"), self._job)
+        if interruption := self._job.report_ready() or self._interruption:
+            self._log.message(f"generation {interruption.generation}: {interruption.reason}")
+            event = generation_event(interruption, self._log.events.newest("generation"), self._job)
             self._log.events.write("generation", **event)
-        self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
+        self._interruption, self._pending, self._number, self._losses = None, None, 0, 0.0
         self._is_finite, self._owes_step = None, False
         self.model = self._loop.model
         session = self._session = Session(self._engine, self._settings, self._log, self._remains)
@@ -343,7 +343,11 @@ class ProtectedRun:
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
             reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
             self._engine.averages = not reducers
-            if self.size > 2 and lost is None and not all(one.find_unused_parameters for one in reducers):
+            if (
+                self.size > 2
+                and interruption is None
+                and not all(reducer.find_unused_parameters for reducer in reducers)
+            ):
                 self._log.message(
                     "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
                     "differ in rounding after a recovery. Fix: wrap with find_unused_parameters=True"
@@ -411,9 +415,9 @@ class ProtectedRun:
         self._average()
         finite, self._is_finite = bool(self._is_finite), None
         digest = engine.digest
-        mine = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.contribution()}
-        mine |= {"digest": digest, "digest_squared": digest**2}
-        totals = sum_over_workers(mine, self._world)  # from here on all workers can update
+        contribution = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.contribution()}
+        contribution |= {"digest": digest, "digest_squared": digest**2}
+        totals = sum_over_workers(contribution, self._world)  # from here on all workers can update
         self.loss, self._losses, self._number = totals["loss"] / self._world.size, 0.0, 0
         if self._world.size * totals.pop("digest_squared") != totals.pop("digest") ** 2:  # variance of the digests
             raise SettingsError(
@@ -436,17 +440,17 @@ class ProtectedRun:
         )
         session.on_totals(totals)
         engine.apply(record)
-        self._pending = record, self._begun
+        self._pending = record, self._started_at
 
     def _commit(self) -> None:
         """Commits an iteration after the body, so that the user's objects have changed, too."""
         if self._pending is None:
             return
-        session, (record, begun), self._pending = self._session, self._pending, None
+        session, (record, started_at), self._pending = self._session, self._pending, None
         assert session is not None  # of the same generation
-        self._position = session.completed(record, begun)
+        self._position = session.completed(record, started_at)
         self._engine.capture()
-        self._stops = record.stop
+        self._stop_requested = record.stop
         progress("save")
         session.take()
 
@@ -454,7 +458,7 @@ class ProtectedRun:
         """Waits until the job is complete again; raises the error, unless a worker was lost."""
         DEFERRAL.set_active(False)
         DEFERRAL.failure = None
-        self._lost = self._job.rejoin_after(error)
+        self._interruption = self._job.rejoin_after(error)
         if self._session is not None:
             self._session.interrupt()
         self._session = None

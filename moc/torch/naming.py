@@ -113,9 +113,9 @@ def _layer(operator: str) -> int:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    saved_ids = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) in kept)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) in saved_ids)
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -253,14 +253,14 @@ class _Finder:
     def _by_pattern(self, name: str, tensor: Tensor, operator: str, match: re.Match) -> Iterator[NamedTensor]:
         target = re.sub("[NE]", lambda letter: match[letter[0]], operator)
         for index in range(tensor.shape[0]) if target.endswith("*") else (None,):
-            of_index = target if index is None else f"{target[:-1]}{index}"
-            if not is_operator(of_index):
+            indexed_target = target if index is None else f"{target[:-1]}{index}"
+            if not is_operator(indexed_target):
                 raise UnsupportedStateError(
-                    f"{of_index} is no operator. Fix: use embedding, output, layers.N.mlp, layers.N.attention, "
+                    f"{indexed_target} is no operator. Fix: use embedding, output, layers.N.mlp, layers.N.attention, "
                     "layers.N.router, layers.N.expert.E or layers.N.expert.*",
                     code="operator-pattern-invalid",
                 )
-            yield NamedTensor(of_index, name, tensor, index)
+            yield NamedTensor(indexed_target, name, tensor, index)
 
     def _layer_of(self, name: str) -> int | None:
         parts = name.split(".")

@@ -33,19 +33,19 @@ class RouterCounter:
     """
 
     def __init__(self, model: nn.Module, routers: Sequence[Router], layers: Sequence[int], top_k: int | None):
-        of_layer = {router.layer: router for router in routers}
-        if missing := [layer for layer in layers if layer not in of_layer]:
+        router_of_layer = {router.layer: router for router in routers}
+        if missing := [layer for layer in layers if layer not in router_of_layer]:
             raise SettingsError(
                 f"layer {missing[0]} has experts and no router that was found, so their tokens cannot be counted. Fix: "
                 "name it by operators={'...': 'layers.N.router'}, or choose a policy such as full",
                 code="router-unknown",
             )
-        self._experts = {layer: of_layer[layer].experts for layer in layers}
+        self._experts = {layer: router_of_layer[layer].experts for layer in layers}
         self._counts = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in self._experts.items()}
         self._sums = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in self._experts.items()}
         self._hooks = []
         for layer in layers:
-            path, number = of_layer[layer].module, top_k
+            path, number = router_of_layer[layer].module, top_k
             number = _top_k_of(model, path) if number is None else number
             hook = partial(self._count, layer, number)
             self._hooks.append(model.get_submodule(path).register_forward_hook(hook))
@@ -70,16 +70,16 @@ class RouterCounter:
         if weights is not None:
             weights = weights.reshape(-1, experts).double()
             shares = weights if bool((weights >= 0).all()) else weights.softmax(-1)
-            taken = torch.zeros_like(shares).scatter_(1, chosen.reshape(len(shares), -1), 1.0)
-            self._sums[layer] += (shares * taken).sum(0).to(counts)
+            selected = torch.zeros_like(shares).scatter_(1, chosen.reshape(len(shares), -1), 1.0)
+            self._sums[layer] += (shares * selected).sum(0).to(counts)
 
     def take(self) -> dict[str, Tensor]:
         """Returns this worker's counts since the last call, for the commit all-reduce."""
-        taken = {f"tokens_of_{layer}": counts.clone() for layer, counts in self._counts.items()}
-        taken |= {f"probabilities_of_{layer}": sums.clone() for layer, sums in self._sums.items()}
+        contributions = {f"tokens_of_{layer}": counts.clone() for layer, counts in self._counts.items()}
+        contributions |= {f"probabilities_of_{layer}": sums.clone() for layer, sums in self._sums.items()}
         for values in (*self._counts.values(), *self._sums.values()):
             values.zero_()
-        return taken
+        return contributions
 
     def by_layer(self, totals: Mapping) -> tuple[dict[int, list[int]], dict[int, int]]:
         """Returns, by layer, the tokens of each expert, and their sum."""

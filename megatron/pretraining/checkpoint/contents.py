@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
-from megatron.pretraining.config.deterministic import is_exact, promises_bits
+from megatron.pretraining.config.deterministic import is_exact, recovery_is_exact
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.world import data_parallel_size
@@ -230,7 +230,7 @@ def check_package(config: Config, optimizer: CommitOptimizer, saved: Mapping, wh
     """
     saved_package, package = saved.get("optimizer_package"), package_of(optimizer.core)
     differs = saved_package and package and saved_package != package
-    if differs and promises_bits(config) and not config.training.allow_nondeterministic:
+    if differs and recovery_is_exact(config) and not config.training.allow_nondeterministic:
         raise CheckpointError(
             f"{where} ends a window whose updates the optimizer of {saved_package} made, and this run uses {package}, "
             f"whose bits differ. Fix: resume where {saved_package} is installed, or pass --allow-nondeterministic",
@@ -405,7 +405,7 @@ def check_replay(
     Raises:
         CheckpointError: the flags differ; the message lists all of them.
     """
-    if not promises_bits(config) or config.training.allow_nondeterministic:
+    if not recovery_is_exact(config) or config.training.allow_nondeterministic:
         return
     current, stored_flags = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in current.items() if name in stored_flags and stored_flags[name] != value]

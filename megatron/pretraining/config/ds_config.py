@@ -2,11 +2,11 @@
 
 There are five kinds of keys:
 
-* ``_HONOURED`` keys set a flag.
+* ``_SUPPORTED`` keys set a flag.
 * ``_WITHOUT_EFFECT`` keys are ignored by DeepSpeed at ZeRO stages 1 and 2.
 * ``_IGNORED`` keys change no result.
-* ``_ONLY`` keys have one accepted value, which already applies.
-* ``_ELSEWHERE`` keys are replaced by another flag.
+* ``_FIXED`` keys have one accepted value, which already applies.
+* ``_REPLACED`` keys are replaced by another flag.
 
 A key that is off (false, null, 0, ``none``, ``enabled: false``) is never refused.
 """
@@ -41,7 +41,7 @@ class Setting(NamedTuple):
     yields: bool = False
 
 
-class _Honoured(NamedTuple):
+class _SupportedKey(NamedTuple):
     flag: str
     read: Callable[[Any], object] = lambda value: value
     yields: bool = False
@@ -78,34 +78,34 @@ def _format(value: object) -> str:
     return _FORMATS[str(value)]
 
 
-_HONOURED = {
-    "train_batch_size": _Honoured("global_batch_size"),
-    "train_micro_batch_size_per_gpu": _Honoured("micro_batch_size"),
-    "gradient_accumulation_steps": _Honoured("gradient_accumulation_steps"),
-    "gradient_clipping": _Honoured("clip_grad", float),
-    "steps_per_print": _Honoured("log_interval", int, yields=True),  # Megatron-DeepSpeed has both
-    "bf16.enabled": _Honoured("bf16"),
-    "bfloat16.enabled": _Honoured("bf16"),
-    "fp16.enabled": _Honoured("fp16"),
-    "fp16.loss_scale": _Honoured("loss_scale", lambda value: value or None),
-    "fp16.initial_scale_power": _Honoured("initial_loss_scale", lambda value: 2.0 ** float(value)),
-    "fp16.loss_scale_window": _Honoured("loss_scale_window", float),
-    "fp16.hysteresis": _Honoured("hysteresis"),
-    "fp16.min_loss_scale": _Honoured("min_loss_scale", float),
-    "optimizer.type": _Honoured("optimizer", _adam),
-    "optimizer.params.lr": _Honoured("lr", float),
-    "optimizer.params.eps": _Honoured("adam_eps", float),
-    "optimizer.params.weight_decay": _Honoured("weight_decay", float),
-    "zero_optimization.stage": _Honoured("zero_stage"),
-    "zero_optimization.reduce_bucket_size": _Honoured("zero_reduce_bucket_size"),
-    "zero_optimization.allgather_bucket_size": _Honoured("zero_allgather_bucket_size"),
-    "zero_optimization.round_robin_gradients": _Honoured("zero_round_robin_gradients"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _Honoured("zero_multi_rank_bucket_allreduce"),
-    "zero_optimization.cpu_offload": _Honoured("cpu_optimizer"),
-    "zero_optimization.offload_optimizer.device": _Honoured("cpu_optimizer", _device),
-    "zero_optimization.offload_optimizer.pin_memory": _Honoured("use_pin_memory"),
-    "communication_data_type": _Honoured("zero_communication_dtype", _format),
-    "data_types.grad_accum_dtype": _Honoured("zero_grad_accum_dtype", _format),
+_SUPPORTED = {
+    "train_batch_size": _SupportedKey("global_batch_size"),
+    "train_micro_batch_size_per_gpu": _SupportedKey("micro_batch_size"),
+    "gradient_accumulation_steps": _SupportedKey("gradient_accumulation_steps"),
+    "gradient_clipping": _SupportedKey("clip_grad", float),
+    "steps_per_print": _SupportedKey("log_interval", int, yields=True),  # Megatron-DeepSpeed has both
+    "bf16.enabled": _SupportedKey("bf16"),
+    "bfloat16.enabled": _SupportedKey("bf16"),
+    "fp16.enabled": _SupportedKey("fp16"),
+    "fp16.loss_scale": _SupportedKey("loss_scale", lambda value: value or None),
+    "fp16.initial_scale_power": _SupportedKey("initial_loss_scale", lambda value: 2.0 ** float(value)),
+    "fp16.loss_scale_window": _SupportedKey("loss_scale_window", float),
+    "fp16.hysteresis": _SupportedKey("hysteresis"),
+    "fp16.min_loss_scale": _SupportedKey("min_loss_scale", float),
+    "optimizer.type": _SupportedKey("optimizer", _adam),
+    "optimizer.params.lr": _SupportedKey("lr", float),
+    "optimizer.params.eps": _SupportedKey("adam_eps", float),
+    "optimizer.params.weight_decay": _SupportedKey("weight_decay", float),
+    "zero_optimization.stage": _SupportedKey("zero_stage"),
+    "zero_optimization.reduce_bucket_size": _SupportedKey("zero_reduce_bucket_size"),
+    "zero_optimization.allgather_bucket_size": _SupportedKey("zero_allgather_bucket_size"),
+    "zero_optimization.round_robin_gradients": _SupportedKey("zero_round_robin_gradients"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _SupportedKey("zero_multi_rank_bucket_allreduce"),
+    "zero_optimization.cpu_offload": _SupportedKey("cpu_optimizer"),
+    "zero_optimization.offload_optimizer.device": _SupportedKey("cpu_optimizer", _device),
+    "zero_optimization.offload_optimizer.pin_memory": _SupportedKey("use_pin_memory"),
+    "communication_data_type": _SupportedKey("zero_communication_dtype", _format),
+    "data_types.grad_accum_dtype": _SupportedKey("zero_grad_accum_dtype", _format),
 }
 
 _PAIRS = {"optimizer.params.betas": ("adam_beta1", "adam_beta2")}
@@ -128,7 +128,7 @@ _WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
         "buffer_count", "fast_init", "nvme_path", "cpuadam_cores_perc")),
 }  # fmt: skip
 
-_ONLY = {  # accepted value, and the remedy for others
+_FIXED = {  # accepted value, and the remedy for others
     "gradient_predivide_factor": (1.0, "set 1.0, since gradients are averaged after their sum"),
     "bf16.check_grad_overflow": (True, "drop it, since the commit all-reduce of each iteration looks at all gradients"),
     "optimizer.params.adam_w_mode": (True, "set true, since weight decay is decoupled (AdamW)"),
@@ -160,7 +160,7 @@ _IGNORED = {
 }
 """Keys that change no result, with the replacement or the reason."""
 
-_ELSEWHERE = {
+_REPLACED = {
     "scheduler": "choose --lr-decay-style, --lr-warmup-iters and --min-lr",
     "tensorboard": "choose --tensorboard-dir",
     "wandb": "choose --tensorboard-dir, or read events.jsonl of --log-dir",
@@ -242,7 +242,7 @@ def ignored_in(path: str) -> list[tuple[str, str]]:
 def _read(path: str) -> dict[str, Any]:
     try:
         with open(open_user_file(path, MAX_CONFIG_BYTES), encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=functools.partial(_once, path))
+            content = json.load(file, object_pairs_hook=functools.partial(_unique_keys, path))
     except OSError as error:
         raise ConfigError(
             f"--deepspeed-config {path} cannot be read ({error.strerror}). Fix: correct the path",
@@ -265,42 +265,44 @@ def flags_of_section(content: Mapping[str, Any], path: str, problems: Problems, 
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
-            yield from flags_of_section(_in_force(value), path, problems, f"{key}.")
-        elif value == AUTO and (key in _HONOURED or key in _PAIRS):
+            yield from flags_of_section(_active_keys(value), path, problems, f"{key}.")
+        elif value == AUTO and (key in _SUPPORTED or key in _PAIRS):
             continue
-        elif key in _HONOURED:
+        elif key in _SUPPORTED:
             try:
                 yield _setting(key, value, path)
             except ConfigError as error:
                 problems.found.append(error)
         elif key in _PAIRS:
             try:
-                yield from (Setting(flag, float(one), key) for flag, one in zip(_PAIRS[key], value, strict=True))
+                yield from (Setting(flag, float(item), key) for flag, item in zip(_PAIRS[key], value, strict=True))
             except (TypeError, ValueError, OverflowError):
                 problems.refuse(
                     True, f"{key} in {path} is not two numbers. Fix: correct it", code="ds-config-value-invalid"
                 )
-        elif key in _ONLY:
-            only, remedy = _ONLY[key]
+        elif key in _FIXED:
+            only, remedy = _FIXED[key]
             problems.refuse(
                 value not in (only, AUTO) and not _is_off(only, value),
-                f"{_says(key, value, path)}. Fix: {remedy}",
+                f"{_unsupported_key(key, value, path)}. Fix: {remedy}",
                 code="ds-config-key-unsupported",
             )
         elif not _is_off(None, value) and key not in _WITHOUT_EFFECT and key not in _IGNORED:
-            remedy = _ELSEWHERE.get(key, "drop it, since this program does not know the key")
-            problems.refuse(True, f"{_says(key, value, path)}. Fix: {remedy}", code="ds-config-key-unsupported")
+            remedy = _REPLACED.get(key, "drop it, since this program does not know the key")
+            problems.refuse(
+                True, f"{_unsupported_key(key, value, path)}. Fix: {remedy}", code="ds-config-key-unsupported"
+            )
 
 
 def agree(
-    given: Mapping[str, object], settings: tuple[Setting, ...], same: Callable[[str, object, object], bool]
+    explicit: Mapping[str, object], settings: tuple[Setting, ...], same_value: Callable[[str, object, object], bool]
 ) -> dict[str, object]:
     """Returns the flags that a ds_config adds to the given ones.
 
     Args:
-        given: values of flags by field.
+        explicit: values of flags by field.
         settings: flags that the ds_config sets.
-        same: whether two values of a flag mean the same.
+        same_value: whether two values of a flag mean the same.
 
     Raises:
         ConfigError: given flags differ from the ds_config, or keys contradict each other.
@@ -309,16 +311,16 @@ def agree(
     problems = Problems()
     for setting in settings:
         name, value = setting.flag, setting.value
-        if name in given:
+        if name in explicit:
             problems.refuse(
-                not setting.yields and not same(name, given[name], value),
-                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which is "
+                not setting.yields and not same_value(name, explicit[name], value),
+                f"{dashed(name)} {explicit[name]} contradicts {setting.key} of the --deepspeed-config, which is "
                 f'{shorten(value)}. Fix: change one of them, or set the key to "auto"',
                 code="ds-config-contradicts-flag",
             )
         else:
             problems.refuse(
-                name in added and not same(name, added[name].value, value),
+                name in added and not same_value(name, added[name].value, value),
                 f"{setting.key} and {added.get(name, setting).key} of the --deepspeed-config contradict each other. "
                 "Fix: drop one",
                 code="ds-config-contradicts-itself",
@@ -328,7 +330,7 @@ def agree(
     return {name: setting.value for name, setting in added.items()}
 
 
-def _in_force(section: Mapping[str, Any]) -> Mapping[str, Any]:
+def _active_keys(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a section's contents; if it is switched off, only the switch."""
     for switch, off in (("enabled", (False,)), ("device", ("none", None))):
         if switch in section and section[switch] in off:
@@ -337,7 +339,7 @@ def _in_force(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _setting(key: str, value: object, path: str) -> Setting:
-    flag, read, yields = _HONOURED[key]
+    flag, read, yields = _SUPPORTED[key]
     try:
         return Setting(flag, read(value), key, yields)
     except ConfigError as error:
@@ -353,22 +355,22 @@ def _is_off(only: object, value: object) -> bool:
     if only not in (None, False):
         return value is None
     if isinstance(value, Mapping):
-        return value.get("enabled") is False or all(_is_off(None, one) for one in value.values())
+        return value.get("enabled") is False or all(_is_off(None, item) for item in value.values())
     return not value or value == "none"
 
 
-def _says(key: str, value: object, path: str) -> str:
-    said = "" if isinstance(value, (Mapping, list)) else f" {shorten(json.dumps(value))}"
-    return f"{shorten(key)}{said} in {path} is not supported"
+def _unsupported_key(key: str, value: object, path: str) -> str:
+    value_text = "" if isinstance(value, (Mapping, list)) else f" {shorten(json.dumps(value))}"
+    return f"{shorten(key)}{value_text} in {path} is not supported"
 
 
-def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:
+def _unique_keys(path: str, pairs: list[tuple[str, Any]]) -> dict:
     content = dict(pairs)
     names = [name for name, _ in pairs]
-    twice = [name for name in content if names.count(name) > 1]
+    duplicates = [name for name in content if names.count(name) > 1]
     refuse(
-        twice,
-        f"--deepspeed-config {path} gives {', '.join(twice)} twice. Fix: drop one",
+        duplicates,
+        f"--deepspeed-config {path} gives {', '.join(duplicates)} twice. Fix: drop one",
         code="ds-config-contradicts-itself",
     )
     return content

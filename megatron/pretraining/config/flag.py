@@ -14,7 +14,7 @@ from typing import Any
 from moc.errors import FIX, UserError, with_code
 from moc.files.decode import short_repr, shorten
 
-_LARGEST = 1 << 62  # of an integer; larger ones do not fit a float
+_MAX_INTEGER = 1 << 62  # of an integer; larger ones do not fit a float
 _LIMITS = {  # by sign
     ">=": (operator.ge, "at least"),
     ">": (operator.gt, "greater than"),
@@ -194,8 +194,8 @@ class Flag:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         refuse(
-            isinstance(value, int) and abs(value) > _LARGEST,
-            f"{self.spelling} is {shorten(value)}. Fix: give a number that is at most {_LARGEST}",
+            isinstance(value, int) and abs(value) > _MAX_INTEGER,
+            f"{self.spelling} is {shorten(value)}. Fix: give a number that is at most {_MAX_INTEGER}",
             code="value-out-of-range",
         )
         refuse(
@@ -204,10 +204,10 @@ class Flag:
             code="value-out-of-range",
         )
         for sign, limit, written in self.limits:
-            holds, words = _LIMITS[sign]
+            compare, phrase = _LIMITS[sign]
             refuse(
-                not holds(value, limit),
-                f"{self.spelling} is {value}. Fix: give a number that is {words} {written}",
+                not compare(value, limit),
+                f"{self.spelling} is {value}. Fix: give a number that is {phrase} {written}",
                 code="value-out-of-range",
             )
 
@@ -235,9 +235,9 @@ class FlagGroup:
         """Refuses a flag without another one."""
 
         def check() -> None:
-            there = getattr(self, other)
+            other_value = getattr(self, other)
             refuse(
-                getattr(self, name) and not there,
+                getattr(self, name) and not other_value,
                 f"{dashed(name)} needs {dashed(other)}. Fix: add it",
                 code="flag-needs-another",
             )
@@ -280,7 +280,7 @@ def convert_value(flag: Flag, value: object) -> object:
     Raises:
         ConfigError: the value does not fit.
     """
-    if value is None or _says_none(flag, value):
+    if value is None or _is_none(flag, value):
         refuse(
             flag.default is not None,
             f"{flag.spelling} needs a value. Fix: leave it out for {flag.default}",
@@ -288,12 +288,12 @@ def convert_value(flag: Flag, value: object) -> object:
         )
         return None
     try:
-        result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
+        result = flag.parse(value) if flag.parse else _PARSERS[flag.kind](value)
     except (TypeError, ValueError, OverflowError) as error:
         cause, _, remedy = str(error).partition(FIX)
         reason = "" if flag.parse is None else f" ({cause})"
         if not remedy:
-            remedy = f"give {_WANTED[flag.kind] if flag.parse is None else 'a value that --help describes'}"
+            remedy = f"give {_EXPECTED[flag.kind] if flag.parse is None else 'a value that --help describes'}"
         shown = " ".join(map(str, value)) if isinstance(value, list) else value
         raise ConfigError(
             f"{flag.spelling} {short_repr(shown)} is not understood{reason}. Fix: {remedy}",
@@ -308,41 +308,41 @@ def convert_value(flag: Flag, value: object) -> object:
     return result
 
 
-def _says_none(flag: Flag, value: object) -> bool:
+def _is_none(flag: Flag, value: object) -> bool:
     """Returns whether the value is ``none``, which resets a number; for a string flag, it could be a name."""
     return flag.default is None and flag.kind in (int, float) and str(value).lower() == "none"
 
 
-def _switch(value: object) -> bool:
+def _parse_switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def _integer(value: Any) -> int:
+def _parse_integer(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
         raise TypeError
     return int(value)
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
     return float(value)
 
 
-def _text(value: object) -> str:
+def _parse_text(value: object) -> str:
     if isinstance(value, (bool, list, tuple, dict)):
         raise TypeError
     return str(value)
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def _parse_texts(value: object) -> tuple[str, ...]:
     items = value.split() if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise TypeError
-    return tuple(_text(item) for item in items)
+    return tuple(_parse_text(item) for item in items)
 
 
-_BY_KIND = {bool: _switch, int: _integer, float: _number, str: _text, tuple: _texts}
-_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a word", tuple: "words"}
+_PARSERS = {bool: _parse_switch, int: _parse_integer, float: _parse_number, str: _parse_text, tuple: _parse_texts}
+_EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a word", tuple: "words"}

@@ -416,15 +416,15 @@ def all_flags() -> dict[str, Flag]:
 
 def converted(own: Mapping[str, object]) -> dict[str, Any]:
     """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
-    problems, given = Problems(), dict[str, Any]()
+    problems, values = Problems(), dict[str, Any]()
     for name, value in own.items():
-        problems.check(lambda name=name, value=value: given.update({name: convert_value(all_flags()[name], value)}))
+        problems.check(lambda name=name, value=value: values.update({name: convert_value(all_flags()[name], value)}))
     problems.raise_found()
-    if given.get("deepspeed"):
-        given.setdefault("zero_stage", 1)
-    return given
+    if values.get("deepspeed"):
+        values.setdefault("zero_stage", 1)
+    return values
 
 
-def group_of(kind: type[FlagGroup], given: Mapping[str, object]) -> FlagGroup:
+def group_of(kind: type[FlagGroup], values: Mapping[str, object]) -> FlagGroup:
     """Returns a group that consists of our flags only; raises ConfigError if its values contradict each other."""
-    return kind(**{spec.name: given.get(spec.name, spec.default) for spec in flags_of(kind)})
+    return kind(**{spec.name: values.get(spec.name, spec.default) for spec in flags_of(kind)})

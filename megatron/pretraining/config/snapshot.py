@@ -144,21 +144,21 @@ class _EveryPolicy(FlagGroup):
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
-        kind, whose = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
+        kind, owner_of_flag = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
         chosen = {
             *_CHOSEN_BY_AUTO,
-            *(one.name for entry in POLICIES.values() for one in entry.flags.specs if one.chosen_by_auto),
+            *(spec.name for entry in POLICIES.values() for spec in entry.flags.specs if spec.chosen_by_auto),
         }
-        asked = {kind}
-        given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
+        active = {kind}
+        explicit = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
         if not self.ckpt_policy:
-            owner = next((whose[spec.name].name for spec in given if spec.name in whose), "full")
-            fits = _REPLAYING if any(spec.name.startswith("upstream") for spec in given) else owner
-            useless = [spec.spelling for spec in given if spec.name != "digest_interval"]  # which --save uses, too
-            problems.refuse_without(useless, f"--ckpt-policy, such as {fits}")
+            owner = next((owner_of_flag[spec.name].name for spec in explicit if spec.name in owner_of_flag), "full")
+            example = _REPLAYING if any(spec.name.startswith("upstream") for spec in explicit) else owner
+            spellings = [spec.spelling for spec in explicit if spec.name != "digest_interval"]  # which --save uses, too
+            problems.refuse_without(spellings, f"--ckpt-policy, such as {example}")
             return
-        for spec in given:
-            owner = whose.get(spec.name)
+        for spec in explicit:
+            owner = owner_of_flag.get(spec.name)
             problems.refuse(
                 self.ckpt_policy == AUTO and spec.name in chosen,
                 f"--ckpt-policy auto chooses {spec.spelling} during training. Fix: drop it",
@@ -177,17 +177,17 @@ class _EveryPolicy(FlagGroup):
                 f"--ckpt-policy {owner.name}",
                 code="policy-lacks-flag",
             )
-            asked |= set() if foreign else {owner}
+            active |= set() if foreign else {owner}
         # auto does not choose a policy that refuses the other flags; policies with given flags are checked here
-        for one in POLICIES.values():
-            if one in asked:
-                problems.check(self._ask, one, problems)
+        for policy in POLICIES.values():
+            if policy in active:
+                problems.check(self._check_conflicts, policy, problems)
         problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
         problems.check(self._validate_tier, problems)
 
-    def _ask(self, kind: RegisteredPolicy, problems: Problems) -> None:
-        for refused in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
-            refuse_by(kind, refused, problems)
+    def _check_conflicts(self, kind: RegisteredPolicy, problems: Problems) -> None:
+        for conflict in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
+            refuse_by(kind, conflict, problems)
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
         problems.refuse(
@@ -224,12 +224,12 @@ class _EveryPolicy(FlagGroup):
             )
 
 
-def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
-    kind = one.value_type | None if one.default is None else one.value_type
-    signs = (">=", one.at_least), (">", one.above), ("<=", one.at_most)
+def _field(spec: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
+    kind = spec.value_type | None if spec.default is None else spec.value_type
+    signs = (">=", spec.at_least), (">", spec.above), ("<=", spec.at_most)
     limits = ", ".join(f"{sign} {limit}" for sign, limit in signs if limit is not None)
-    facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar, limits=limits)
-    return one.name, kind, flag(one.default, one.help, **facts)
+    facts: dict[str, Any] = dict(choices=spec.choices, type=spec.parse, metavar=spec.metavar, limits=limits)
+    return spec.name, kind, flag(spec.default, spec.help, **facts)
 
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ if TYPE_CHECKING:
 else:
     SnapshotFlags = dataclasses.make_dataclass(
         "SnapshotFlags",
-        [_field(one) for kind in POLICIES.values() for one in kind.flags.specs],
+        [_field(spec) for kind in POLICIES.values() for spec in kind.flags.specs],
         bases=(_EveryPolicy,),
         frozen=True,
         namespace={
@@ -252,13 +252,13 @@ else:
     )
 
 
-def refuse_by(kind: RegisteredPolicy, refused: str | PolicyError, problems: Problems) -> None:
+def refuse_by(kind: RegisteredPolicy, conflict: str | PolicyError, problems: Problems) -> None:
     """Adds a policy's refusal to the problems."""
-    error = refused if isinstance(refused, PolicyError) else policy_refusal(kind.name, refused)
+    error = conflict if isinstance(conflict, PolicyError) else policy_refusal(kind.name, conflict)
     problems.refuse(True, str(error), code=error.code)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _parse_fault_texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     return tuple(str(fault) for text in texts for fault in parse_faults(text))
 
@@ -275,7 +275,7 @@ class FaultFlags(FlagGroup):
         (default 1); and the point (default start): point=NAME:
         {"; ".join(f"{name}, {text}" for name, text in POINTS.items())}. Each happens once in a job, restarts
         included.""",
-        type=_texts,
+        type=_parse_fault_texts,
         nargs="+",
         metavar="FAULT",
     )
@@ -286,13 +286,13 @@ class FaultFlags(FlagGroup):
 
     def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
         """Returns all faults of a job with this many workers and iterations."""
-        chosen = parse_faults(";".join(self.inject or ()))
+        planned = parse_faults(";".join(self.inject or ()))
         if self.inject_mtbf_iterations is None:
-            return chosen
-        return chosen + random_faults(self.inject_mtbf_iterations, self.inject_seed, size, iterations)
+            return planned
+        return planned + random_faults(self.inject_mtbf_iterations, self.inject_seed, size, iterations)
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether any fault is configured."""
         return bool(self.inject) or self.inject_mtbf_iterations is not None
 

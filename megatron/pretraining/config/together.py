@@ -27,7 +27,7 @@ def _run(config: Config, *checks: Callable[[Config, Problems], None]) -> None:
 
 def _check_faults(config: Config, problems: Problems) -> None:
     problems.refuse(
-        config.faults.wanted and not config.logging.log_dir,
+        config.faults.is_enabled and not config.logging.log_dir,
         "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults. Fix: add it",
         code="flag-needs-another",
     )
@@ -128,9 +128,9 @@ def _check_upstream_logging(config: Config, problems: Problems) -> None:
 
 def _check_policies(config: Config, problems: Problems) -> None:
     snapshot, job = config.snapshot, job_shape(config)
-    asked = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
+    kinds = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
     misfits = [
-        (kind, misfit) for kind in asked for misfit in itertools.islice(kind.flags.unmet_requirements(snapshot, job), 1)
+        (kind, misfit) for kind in kinds for misfit in itertools.islice(kind.flags.unmet_requirements(snapshot, job), 1)
     ]
     for kind, misfit in misfits:
         refuse_by(kind, misfit, problems)

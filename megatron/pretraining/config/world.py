@@ -17,13 +17,13 @@ class Workers(NamedTuple):
     """Workers of a job.
 
     Attributes:
-        least: minimum nodes to continue after others are lost.
-        most: nodes of the job.
+        min_nodes: nodes with which training continues after the loss of others.
+        max_nodes: nodes of the job.
         per_node: workers of each node.
     """
 
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     per_node: int
 
 
@@ -42,19 +42,22 @@ def ranks_of_stage(config: Config, size: int, workers: Workers) -> int:
 
     If the job has only one node, each worker counts as a node.
     """
-    varies = workers.least < workers.most
-    here, of_stage = workers.per_node // stages_on_nodes(config, workers.per_node, varies), stage_size(config, size)
-    apart = of_stage > here or nodes_have_places(config, workers)
-    return here if apart and not of_stage % here else 1
+    varies = workers.min_nodes < workers.max_nodes
+    stage_ranks_per_node, stage_ranks = (
+        workers.per_node // stages_on_nodes(config, workers.per_node, varies),
+        stage_size(config, size),
+    )
+    uses_nodes = stage_ranks > stage_ranks_per_node or nodes_have_rank_blocks(config, workers)
+    return stage_ranks_per_node if uses_nodes and not stage_ranks % stage_ranks_per_node else 1
 
 
-def nodes_have_places(config: Config, workers: Workers) -> bool:
+def nodes_have_rank_blocks(config: Config, workers: Workers) -> bool:
     """Returns whether nodes are identified by rank blocks: several nodes, each with equal stages of all its copies."""
-    by_copies = copy_by_copy(config, workers.per_node, workers.least < workers.most)
-    return workers.most > 1 and (by_copies or config.parallel.pipeline_model_parallel_size == 1)
+    by_copies = copy_by_copy(config, workers.per_node, workers.min_nodes < workers.max_nodes)
+    return workers.max_nodes > 1 and (by_copies or config.parallel.pipeline_model_parallel_size == 1)
 
 
-def why_anew(config: Config, per_node: int) -> str:
+def restart_reason(config: Config, per_node: int) -> str:
     """Returns why a change of nodes restarts the workers instead of continuing in process; empty if it does not.
 
     If each node holds complete model copies or a part of one, a worker keeps its part at any number of nodes.
@@ -66,7 +69,7 @@ def why_anew(config: Config, per_node: int) -> str:
         and (size % per_node or per_node % inner) > 0,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def nodes_of_model(config: Config, per_node: int) -> int:
@@ -80,7 +83,7 @@ def copy_by_copy(config: Config, per_node: int, varies: bool) -> bool:
     They are if workers continue in process.  With a fixed number of nodes (not ``varies``), ranks keep their original
     order, which determines the last bits of sums over all workers.
     """
-    if why_anew(config, per_node):
+    if restart_reason(config, per_node):
         return False
     return varies or config.parallel.tensor_model_parallel_size == nodes_of_model(config, per_node) == 1
 
@@ -143,21 +146,21 @@ def check_job(config: Config, workers: Workers) -> None:
     problems, snapshot = Problems(), config.snapshot
     problems.check(check_start, config, workers)
     if snapshot.ckpt_policy and snapshot.ckpt_tier == "peers":
-        fewest = workers.least if workers.least < workers.most else None
-        problems.check(copies_wanted, snapshot.replicas, workers.most, fewest)
+        fewest = workers.min_nodes if workers.min_nodes < workers.max_nodes else None
+        problems.check(copies_wanted, snapshot.replicas, workers.max_nodes, fewest)
     problems.raise_found()
 
 
 def check_start(config: Config, workers: Workers) -> None:
     """Raises ``ConfigError`` with all reasons why a job of these workers cannot start or continue."""
-    problems, (least, most, per_node) = Problems(), workers
-    parts = nodes_of_model(config, per_node) if least < most and not why_anew(config, per_node) else 1
-    size = max(most // parts, 1) * parts * per_node
+    problems, (min_nodes, max_nodes, per_node) = Problems(), workers
+    parts = nodes_of_model(config, per_node) if min_nodes < max_nodes and not restart_reason(config, per_node) else 1
+    size = max(max_nodes // parts, 1) * parts * per_node
     if problems.check(check_world, config, size):
         problems.check(check_placement, config, size, workers)
         problems.check(_check_planned_faults, config, size)
-    if least < most:
-        problems.check(check_fewest, config, least, per_node)
+    if min_nodes < max_nodes:
+        problems.check(check_fewest, config, min_nodes, per_node)
     problems.raise_found()
 
 
@@ -179,44 +182,44 @@ def check_faults(faults: Iterable[Fault], size: int) -> None:
 
 def check_fewest(config: Config, nodes: int, per_node: int) -> None:
     """Raises ``ConfigError`` if training cannot continue on ``nodes`` nodes of ``per_node`` workers."""
-    problems, left = Problems(), f"--nnodes {nodes}:... continues with {counted(nodes, 'node')}"
-    if not why_anew(config, per_node):
-        problems.check(_check_fewest_members, config, nodes, per_node, left, problems)
+    problems, context = Problems(), f"--nnodes {nodes}:... continues with {counted(nodes, 'node')}"
+    if not restart_reason(config, per_node):
+        problems.check(_check_fewest_members, config, nodes, per_node, context, problems)
     else:
         try:
             check_world(config, nodes * per_node)
         except ConfigError as error:
             for problem in error.problems:
-                problems.refuse(True, f"{left}, where {problem}, or raise MIN", code=problem.code)
+                problems.refuse(True, f"{context}, where {problem}, or raise MIN", code=problem.code)
     problems.raise_found()
 
 
-def _check_fewest_members(config: Config, nodes: int, per_node: int, left: str, problems: Problems) -> None:
+def _check_fewest_members(config: Config, nodes: int, per_node: int, context: str, problems: Problems) -> None:
     """Checks as :func:`check_fewest`, for workers that continue in the same processes."""
     elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
-    of_model = nodes_of_model(config, per_node)
-    if nodes < of_model:
+    model_nodes = nodes_of_model(config, per_node)
+    if nodes < model_nodes:
         problems.refuse(
             True,
-            f"a copy of the model takes {of_model} nodes, and {left}. Fix: make MIN at least {of_model}",
+            f"a copy of the model takes {model_nodes} nodes, and {context}. Fix: make MIN at least {model_nodes}",
             code="nodes-too-few",
         )
         return
-    of_stage = nodes // of_model  # complete copies, each with a node of the stage
-    workers = stage_size(config, of_stage * of_model * per_node)
+    copies = nodes // model_nodes  # complete copies, each with a node of the stage
+    workers = stage_size(config, copies * model_nodes * per_node)
     problems.refuse(
         slots * workers < experts,
         f"--elastic-slots {slots} leave no room for some of {experts} experts on {counted(workers, 'worker')}, "
-        f"and {left}. Fix: make it at least {-(-experts // workers)}, or raise MIN",
+        f"and {context}. Fix: make it at least {-(-experts // workers)}, or raise MIN",
         code="slots-too-few",
     )
     problems.refuse(
-        elastic.elastic_min_replicas > of_stage,
-        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than {counted(of_stage, 'node')} of each stage "
-        f"that can hold an expert, and {left}. Fix: lower it to {of_stage}, or raise MIN",
+        elastic.elastic_min_replicas > copies,
+        f"--elastic-min-replicas {elastic.elastic_min_replicas} is more than {counted(copies, 'node')} of each stage "
+        f"that can hold an expert, and {context}. Fix: lower it to {copies}, or raise MIN",
         code="nodes-too-few",
     )
-    problems.check(check_everywhere, config, of_stage, workers // of_stage, f", and {left}")
+    problems.check(check_everywhere, config, copies, workers // copies, f", and {context}")
 
 
 def check_placement(config: Config, size: int, workers: Workers) -> None:
@@ -225,29 +228,29 @@ def check_placement(config: Config, size: int, workers: Workers) -> None:
         return
     problems, ranks = Problems(), ranks_of_stage(config, size, workers)
     problems.check(check_domains, config, ranks)
-    if workers.least == workers.most:  # otherwise check_fewest has reported it
+    if workers.min_nodes == workers.max_nodes:  # otherwise check_fewest has reported it
         problems.check(check_everywhere, config, stage_size(config, size) // ranks, ranks)
     problems.raise_found()
 
 
-def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> None:
+def check_everywhere(config: Config, nodes: int, ranks: int, context: str = "") -> None:
     """Raises ``ConfigError`` if ``--elastic-everywhere`` leaves too few slots for the other experts.
 
     Args:
         config: configuration of elastic training.
         nodes: nodes of a pipeline stage.
         ranks: workers of the stage on each node.
-        left: reason for so few nodes.
+        context: reason for so few nodes.
     """
-    hot, (_, experts) = config.elastic.everywhere, _slots_and_experts(config)
-    if not hot:
+    hottest, (_, experts) = config.elastic.everywhere, _slots_and_experts(config)
+    if not hottest:
         return
-    most = plan_settings(config, ranks).max_everywhere(nodes, experts)
+    maximum = plan_settings(config, ranks).max_everywhere(nodes, experts)
     refuse(
-        hot > most,
-        f"--elastic-everywhere {hot} leaves too few of the slots of {counted(nodes, 'node')} for "
-        f"--elastic-min-replicas {config.elastic.elastic_min_replicas} of the other experts{left}. Fix: lower it to "
-        f"{most}, or add slots or nodes",
+        hottest > maximum,
+        f"--elastic-everywhere {hottest} leaves too few of the slots of {counted(nodes, 'node')} for "
+        f"--elastic-min-replicas {config.elastic.elastic_min_replicas} of the other experts{context}. Fix: lower it to "
+        f"{maximum}, or add slots or nodes",
         code="slots-too-few",
     )
 
@@ -255,31 +258,31 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
 def plan_settings(config: Config, ranks: int) -> PlanSettings:
     """Returns the settings of the placement, on nodes with ``ranks`` workers of a pipeline stage."""
     elastic, (slots, experts), hours = config.elastic, _slots_and_experts(config), config.snapshot.mtbf_hours
-    known = {} if hours is None else {"mtbf_s": 3600.0 * hours}
+    mtbf = {} if hours is None else {"mtbf_s": 3600.0 * hours}
     return PlanSettings(
         slots=min(slots, experts),
         min_replicas=elastic.elastic_min_replicas,
         everywhere=elastic.everywhere,
         ranks=ranks,
         max_domain_ranks=elastic.elastic_domain,
-        **known,
+        **mtbf,
     )
 
 
 def check_domains(config: Config, ranks: int) -> None:
     """Raises ``ConfigError`` if nodes with ``ranks`` workers of a stage cannot form a domain with all experts."""
     settings, (_, experts) = plan_settings(config, ranks), _slots_and_experts(config)
-    most, nodes = settings.max_domain_ranks, settings.max_domain_ranks // ranks
+    domain_ranks, nodes = settings.max_domain_ranks, settings.max_domain_ranks // ranks
     refuse(
         not nodes,
-        f"--elastic-domain {most} is less than {counted(ranks, 'worker')} that each node has of a pipeline stage. Fix: "
-        f"make it at least {ranks}",
+        f"--elastic-domain {domain_ranks} is less than {counted(ranks, 'worker')} that each node has of a pipeline "
+        f"stage. Fix: make it at least {ranks}",
         code="elastic-domain-too-small",
     )
-    fit = settings.domain_sizes(2 * nodes, experts) == (nodes, nodes)
+    fits = settings.domain_sizes(2 * nodes, experts) == (nodes, nodes)
     refuse(
-        not fit,
-        f"--elastic-domain {most} leaves no room for some of {experts} experts in a domain of "
+        not fits,
+        f"--elastic-domain {domain_ranks} leaves no room for some of {experts} experts in a domain of "
         f"{counted(nodes * ranks, 'worker')} "
         f"with --elastic-slots {settings.slots}. Fix: raise one of them",
         code="elastic-domain-too-small",
@@ -362,20 +365,22 @@ def _check_batch(config: Config, world_size: int, problems: Problems) -> None:
     copies, scheduled = data_parallel_size(config, world_size), config.scheduled_batch_sizes
     per_round = config.training.micro_batch_size * copies
     # a growing batch has passed the steps without a micro batch for each copy, or the run ends at the first
-    in_force = [size for size in scheduled if size >= per_round] or scheduled[-1:]
-    for samples in in_force or [global_batch_size(config, world_size)]:
+    sizes = [size for size in scheduled if size >= per_round] or scheduled[-1:]
+    for samples in sizes or [global_batch_size(config, world_size)]:
         named = f"batch {samples} of --step-batch-size-schedule" if scheduled else f"--global-batch-size {samples}"
         _check_size(config, samples, named, copies, problems)
-    length, least = config.training, min(scheduled, default=global_batch_size(config, world_size))
+    training, smallest_batch = config.training, min(scheduled, default=global_batch_size(config, world_size))
     problems.refuse(
-        length.train_iters is None and length.train_samples is not None and length.train_samples < least,
-        f"--train-samples {config.training.train_samples} do not fill one batch of {least}. Fix: raise it",
+        training.train_iters is None and training.train_samples is not None and training.train_samples < smallest_batch,
+        f"--train-samples {config.training.train_samples} do not fill one batch of {smallest_batch}. Fix: raise it",
         code="samples-too-few",
     )
-    steps, wanted = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
+    steps, accumulation_steps = num_microbatches(config, world_size), config.zero.gradient_accumulation_steps
     problems.refuse(
-        wanted not in (None, steps) and not scheduled and not global_batch_size(config, world_size) % per_round,
-        f"--gradient-accumulation-steps {wanted} contradicts --global-batch-size "
+        accumulation_steps not in (None, steps)
+        and not scheduled
+        and not global_batch_size(config, world_size) % per_round,
+        f"--gradient-accumulation-steps {accumulation_steps} contradicts --global-batch-size "
         f"{global_batch_size(config, world_size)}, which is {steps} times {per_round} samples on "
         f"{counted(world_size, 'worker')}. Fix: drop one of them",
         code="batch-not-divisible",

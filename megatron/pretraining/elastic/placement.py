@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, nodes_have_places, plan_settings, ranks_of_stage, stage_size
+from megatron.pretraining.config import Config, nodes_have_rank_blocks, plan_settings, ranks_of_stage, stage_size
 from megatron.pretraining.elastic.groups import dispatch_within, exchange_group
 from megatron.pretraining.elastic.moe_layer import ElasticLayer
-from megatron.pretraining.process.nodes import per_node, stages_here, workers_of_job
+from megatron.pretraining.process.nodes import per_node, stages_on_node, workers_of_job
 from moc.elastic.allocation import domain_slices
 from moc.elastic.dispatch import even_capacities, level_capacities
 from moc.elastic.plan import Loads, Plan, make_plan
@@ -89,7 +89,7 @@ def nodes_of_stages(config: Config, workers: int, partial_model_parts: Sequence[
         workers: total number of workers.
         partial_model_parts: by partial-model node (the last nodes), its part of the model.
     """
-    stages_per_node, training_workers = stages_here(config), workers - len(partial_model_parts) * per_node()
+    stages_per_node, training_workers = stages_on_node(config), workers - len(partial_model_parts) * per_node()
     size, ranks = stage_size(config, training_workers), ranks_of_stage(config, training_workers, workers_of_job())
     node_counts = {
         stage: size // ranks + sum(part == stage // stages_per_node for part in partial_model_parts)
@@ -109,7 +109,7 @@ def connected_nodes(
         partial_model_parts: as in :func:`nodes_of_stages`.
     """
     nodes = nodes_of_stages(config, len(reported), partial_model_parts)
-    if not nodes_have_places(config, workers_of_job()):
+    if not nodes_have_rank_blocks(config, workers_of_job()):
         return nodes
     members = {
         stage: tuple(dict.fromkeys(block for block, reported_stage in reported if reported_stage == stage))

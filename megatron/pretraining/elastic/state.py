@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron.pretraining.config import Config, ConfigError, why_anew
+from megatron.pretraining.config import Config, ConfigError, restart_reason
 from megatron.pretraining.elastic.membership import (
     DrainAgreement,
     ReplicaCounts,
@@ -28,7 +28,7 @@ from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.parts import Callback, WorkerParts
-from megatron.pretraining.process.nodes import goes_on_in_process, per_node
+from megatron.pretraining.process.nodes import continues_in_process, per_node
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.environment import min_nodes
 from moc.runtime.job import World
@@ -110,7 +110,7 @@ class ElasticState:
             replica_counts = ReplicaCounts.of(self.replicas.plans, config.elastic.elastic_min_replicas)
             log.message(replica_counts.sentence)
             log.events.write("expert_replicas", iteration=session.position.iteration, **vars(replica_counts))
-        if min_nodes() is None or not goes_on_in_process(config):
+        if min_nodes() is None or not continues_in_process(config):
             return (rebalancer,)
         move = partial(hand_over, config, self.replicas, self.shards, engine, session, log)
         return (DrainAgreement(parts.world, move), rebalancer)
@@ -121,7 +121,7 @@ class ElasticState:
 
 def announce_restarts(config: Config, log: EventRecorder) -> None:
     """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
-    why = why_anew(config, per_node())
+    why = restart_reason(config, per_node())
     if config.elastic.elastic and why and min_nodes() is not None:
         log.message(f"{why}, all workers restart when nodes are lost or added: they {_describe_resume(config)}")
 

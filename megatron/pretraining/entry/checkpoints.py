@@ -61,9 +61,9 @@ class StockCheckpoints(Saves):
         super().__init__(parts.config, parts.world, parts.log)
         self._parts, self._model, self._records, self._origin = parts, model, [], ""
         core = members(parts.optimizer.core)
-        fragmented = any(isinstance(one, FragmentedOptimizer) for one in core)
+        fragmented = any(isinstance(member, FragmentedOptimizer) for member in core)
         # torch casts loaded tensors to the dtype of the parameter, which destroys encoded moments
-        encoded = any(isinstance(getattr(one, "optimizer", None), SmallMomentsAdam) for one in core)
+        encoded = any(isinstance(getattr(member, "optimizer", None), SmallMomentsAdam) for member in core)
         self._needs_fragments = parts.moving is not None or fragmented or encoded
         # this program's checkpoints load in any layout, unlike Megatron-LM's optimizer state
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
@@ -148,7 +148,7 @@ class StockCheckpoints(Saves):
         if "vocabulary-padding" not in parts.config.training.corrections:
             run_on_rank0(lambda: _refuse_other_padding(directory, args.padded_vocab_size), "cannot read a checkpoint")
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
-            return self._load_boxes(directory, manifest)
+            return self._load_own_format(directory, manifest)
         state = None
         if manifest is not None and dense_files.STATE_FILE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
@@ -190,7 +190,7 @@ class StockCheckpoints(Saves):
             contents.warn_of_other_data(parts.data, saved, self._log.message)
         return Position(args.iteration, args.consumed_train_samples)
 
-    def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
+    def _load_own_format(self, directory: Path, manifest: dict) -> Position | None:
         """Loads a checkpoint that a converter or the previous release wrote, in any layout."""
         args, parts = get_args(), self._parts
         resumes = not (args.finetune or args.no_load_optim)
@@ -217,10 +217,12 @@ class StockCheckpoints(Saves):
 
     def _check_layers(self, saved: Mapping, directory: Path) -> None:
         """Rejects other layers; the vocabulary may have another padding."""
-        here = self._model.described["shape"]
-        mine, theirs = ({n: count for n, count in of.items() if n.startswith("layers.")} for of in (here, saved))
-        if theirs:
-            check_shape(mine, theirs, directory)
+        own_shape = self._model.described["shape"]
+        own_layers, saved_layers = (
+            {n: count for n, count in shape.items() if n.startswith("layers.")} for shape in (own_shape, saved)
+        )
+        if saved_layers:
+            check_shape(own_layers, saved_layers, directory)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         args, parts, scheduled = get_args(), self._parts, []
@@ -279,8 +281,8 @@ class StockCheckpoints(Saves):
         reach("persisting")
 
         def finalize() -> None:
-            for one in finalizers:
-                one()
+            for finalizer in finalizers:
+                finalizer()
 
         with self._saving_to(staging, iteration):
             self.finalize_together(finalize, *_WRITES)
@@ -325,13 +327,13 @@ class StockCheckpoints(Saves):
             CheckpointError: on all workers: a file is missing or damaged.
         """
 
-        def manifest_there() -> dict | None:  # Megatron-LM looks for other kinds, or reports that there is none
+        def read_existing() -> dict | None:  # Megatron-LM looks for other kinds, or reports that there is none
             return dense_files.read_manifest(directory) if directory.is_dir() else None
 
-        manifest = run_on_rank0(manifest_there, "cannot read a checkpoint")
+        manifest = run_on_rank0(read_existing, "cannot read a checkpoint")
         if manifest is not None:
-            mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
-            if damage := first_reported(dense_files.find_damage(directory, mine)):
+            local_files = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
+            if damage := first_reported(dense_files.find_damage(directory, local_files)):
                 raise dense_files.damage_error(damage)
         return manifest
 

@@ -101,26 +101,26 @@ class _Parser(argparse.ArgumentParser):
         global _read
         words, self.exit_on_error = sys.argv[1:] if args is None else list(args), False
         problems = Problems()
-        found, _ = read_words(self, words, super().parse_known_args)
-        if (files := found.get(f"{PREFIX}config")) and files is not UNKNOWN:
+        first_values, _ = read_words(self, words, super().parse_known_args)
+        if (files := first_values.get(f"{PREFIX}config")) and files is not UNKNOWN:
             words = [*_words_of_files(self, files, problems), *words]
         keys = nested.content_of(words)
-        foreign = nested.refusal(keys, _options_with_values(self), "the command line", "NeMo" if keys else None)
-        if foreign is not None:
-            words, problems.found = [word for word in words if not nested.is_key(word)], [*problems.found, foreign]
+        refusal = nested.refusal(keys, _options_with_values(self), "the command line", "NeMo" if keys else None)
+        if refusal is not None:
+            words, problems.found = [word for word in words if not nested.is_key(word)], [*problems.found, refusal]
         translation = translated(words, self._option_string_actions, self.of_script)
         words, problems.found = [*translation.words], [*problems.found, *translation.problems]
-        values = _read_again(self, words, super().parse_known_args, problems)
+        values = _read_with_added_words(self, words, super().parse_known_args, problems)
         if values.get(f"{PREFIX}help_all"):
             super().print_help(sys.__stdout__)
             self.exit(0)
         if (path := values.get(f"{PREFIX}deepspeed_config")) and path is not UNKNOWN:
             words = [*_words_of_ds_config(self, path, words, values, problems), *words]
-            values = _read_again(self, words, super().parse_known_args, problems)
+            values = _read_with_added_words(self, words, super().parse_known_args, problems)
         preset = values.get(f"{PREFIX}model")
         if preset and preset is not UNKNOWN:
             words = [*_words_of_options(self, preset_options(preset, values), f"--model {preset}", problems), *words]
-            values = _read_again(self, words, super().parse_known_args, problems)
+            values = _read_with_added_words(self, words, super().parse_known_args, problems)
         _refuse_other_sources(values, problems)
         concealed = frozenset(name for name, value in values.items() if value is UNKNOWN)
         defaults = {action.dest: action.default for action in self._actions}
@@ -129,12 +129,12 @@ class _Parser(argparse.ArgumentParser):
         own = {name.removeprefix(PREFIX): values.pop(name) for name in [*values] if name.startswith(PREFIX)}
         prints = bool(own.pop("print_config", False))
         own = {name: value for name, value in own.items() if name not in ("config", "model", "dialect", "help_all")}
-        given = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
+        non_default = {name: value for name, value in values.items() if value not in (None, defaults.get(name))} | own
         notices = [*translation.notices, *_notices_of_ds_config(own.get("deepspeed_config"))]
         own, stage = _without_deepspeed(own, problems)
         notices += stage
-        named = frozenset(action.dest.removeprefix(PREFIX) for action in _actions_in(self, words))
-        _read = CommandLine(own, given, tuple(problems.found), concealed, prints, tuple(notices), named)
+        named = frozenset(action.dest.removeprefix(PREFIX) for action in _named_actions(self, words))
+        _read = CommandLine(own, non_default, tuple(problems.found), concealed, prints, tuple(notices), named)
         return argparse.Namespace(**values), []
 
     def print_help(self, file: Any = None) -> None:
@@ -148,16 +148,18 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from None
 
 
-def _read_again(parser: argparse.ArgumentParser, words: list[str], parse: Parse, problems: Problems) -> dict[str, Any]:
-    """Reads the words including a file's; returns the values, and adds new problems."""
-    values, found = read_words(parser, words, parse, getattr(parser, "ignores_unknown", False))
+def _read_with_added_words(
+    parser: argparse.ArgumentParser, words: list[str], parse: Parse, problems: Problems
+) -> dict[str, Any]:
+    """Parses words to which a file has added some; returns the values, and adds new problems."""
+    values, new_problems = read_words(parser, words, parse, getattr(parser, "ignores_unknown", False))
     known = {str(problem) for problem in problems.found}
-    problems.found += [problem for problem in found.found if str(problem) not in known]
+    problems.found += [problem for problem in new_problems.found if str(problem) not in known]
     return values
 
 
 def _refuse_other_sources(values: dict[str, Any], problems: Problems) -> None:
-    """Refuses the sources of options that Megatron-LM reads before it compares options, and cannot read here."""
+    """Rejects options that name other sources of options, which Megatron-LM would read before it checks options."""
     problems.refuse(
         values.get("yaml_cfg"),
         "--yaml-cfg takes the place of all options. Fix: pass a file of options with --config",
@@ -184,10 +186,12 @@ def _without_deepspeed(own: dict[str, object], problems: Problems) -> tuple[dict
     if not own.get("deepspeed") or str(own.get("zero_stage")) != "0":
         return own, []
     of_zero = {flag.name: flag for flag in flags_of(group_classes()["zero"])}
-    wanted = [name for name in _FROM_STAGE_1 if str(own.get(name, of_zero[name].default)) != str(of_zero[name].default)]
-    problems.refuse_without([of_zero[name].spelling for name in wanted], "--zero-stage 1 or 2")
-    others = {name: value for name, value in own.items() if name not in of_zero}
-    return others, [
+    unsupported = [
+        name for name in _FROM_STAGE_1 if str(own.get(name, of_zero[name].default)) != str(of_zero[name].default)
+    ]
+    problems.refuse_without([of_zero[name].spelling for name in unsupported], "--zero-stage 1 or 2")
+    remaining = {name: value for name, value in own.items() if name not in of_zero}
+    return remaining, [
         "--zero-stage 0: each data-parallel worker holds a complete optimizer state, and DeepSpeed is not used"
     ]
 
@@ -196,8 +200,8 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
     for file in files:
         content: dict[str, Any] = {}
         problems.check(lambda file=file, content=content: content.update(load_config(file)))
-        if (foreign := nested.refusal(content, _options_with_values(parser), f"--config {file}")) is not None:
-            problems.found.append(foreign)
+        if (refusal := nested.refusal(content, _options_with_values(parser), f"--config {file}")) is not None:
+            problems.found.append(refusal)
             continue
         if previous_release.is_configuration(content):
             yield from (FLAG, previous_release.DIALECT.name)
@@ -207,7 +211,7 @@ def _words_of_files(parser: argparse.ArgumentParser, files: Sequence[str], probl
             f"config in {file} names another file, which is not read. Fix: give each file its own --config",
             code="flag-has-no-effect",
         )
-        yield from _words_of_options(parser, content, file, problems, others=True)
+        yield from _words_of_options(parser, content, file, problems, allow_unknown=True)
 
 
 def _options_with_values(parser: argparse.ArgumentParser) -> dict[str, bool]:
@@ -219,28 +223,30 @@ def _words_of_ds_config(
     parser: argparse.ArgumentParser, path: str, words: Sequence[str], values: Mapping[str, Any], problems: Problems
 ) -> Iterator[str]:
     """Yields the options that a ds_config adds to the words; options in both must agree."""
-    given = {action.dest.removeprefix(PREFIX): values[action.dest] for action in _actions_in(parser, words)}
+    explicit = {action.dest.removeprefix(PREFIX): values[action.dest] for action in _named_actions(parser, words)}
     added: dict[str, object] = {}
 
     def settings() -> tuple[Setting, ...]:
-        grows = "step_batch_size_schedule" in given  # the batch grows to the size in the ds_config
-        return tuple(one for one in settings_in(path) if not (grows and one.flag == "global_batch_size"))
+        batch_grows = "step_batch_size_schedule" in explicit  # the batch grows to the size in the ds_config
+        return tuple(
+            setting for setting in settings_in(path) if not (batch_grows and setting.flag == "global_batch_size")
+        )
 
-    problems.check(lambda: added.update(agree(given, settings(), _mean_the_same)))
+    problems.check(lambda: added.update(agree(explicit, settings(), _values_agree)))
     yield from _words_of_options(parser, added, path, problems)
 
 
-def _actions_in(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
+def _named_actions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
     """Returns the options that words name, in order."""
-    found = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
-    return (action for action in found if action is not None)
+    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
+    return (action for action in actions if action is not None)
 
 
-def _mean_the_same(name: str, one: object, other: object) -> bool:
+def _values_agree(name: str, value: object, expected: object) -> bool:
     try:
-        return one is UNKNOWN or one == other or float(str(one)) == float(str(other))
+        return value is UNKNOWN or value == expected or float(str(value)) == float(str(expected))
     except ValueError:
-        return str(one) == str(other)
+        return str(value) == str(expected)
 
 
 def _words_of_options(
@@ -248,16 +254,16 @@ def _words_of_options(
     options: Mapping[Any, Any],
     source: str,
     problems: Problems,
-    others: bool = False,
+    allow_unknown: bool = False,
 ) -> Iterator[str]:
-    """Yields options by name as words of a command line; with ``others``, also options that the parser lacks."""
+    """Yields options by name as words of a command line; with ``allow_unknown``, also options that the parser lacks."""
     by_name: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         for name in {action.dest.removeprefix(PREFIX), *map(_underscored, action.option_strings)}:
             by_name.setdefault(name, []).append(action)
     for key, value in options.items():
         actions = by_name.get(_underscored(key))
-        if actions is None and others:
+        if actions is None and allow_unknown:
             name = _underscored(key).replace("_", "-")
             words = [
                 f"--{name}",
@@ -273,11 +279,11 @@ def _words_of_options(
 def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, problems: Problems) -> Iterator[str]:
     action = actions[0]
     if action.nargs == 0:
-        for one in actions:
-            for spelling in one.option_strings:
-                found = argparse.Namespace()
-                one(_Parser(), found, [], spelling)
-                if getattr(found, one.dest) == value:
+        for switch in actions:
+            for spelling in switch.option_strings:
+                namespace = argparse.Namespace()
+                switch(_Parser(), namespace, [], spelling)
+                if getattr(namespace, switch.dest) == value:
                     yield spelling
                     return
         if value != (action.default or False):
@@ -296,23 +302,23 @@ def _underscored(key: object) -> str:
     return str(key).removeprefix("--").replace("-", "_")
 
 
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
-def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
+def preset_options(name: str, explicit: Mapping[str, object]) -> dict[str, object]:
     """Returns the options of a preset, by Megatron-LM's names.
 
     The pattern of layers with experts is cut or repeated if another number of layers is given.
 
     Args:
         name: name of the preset.
-        given: values of options that override the preset's values, by name; None if an option is not given, and
+        explicit: values of options that override the preset's values, by name; None if an option is not given, and
             ``UNKNOWN`` if its value is not readable.
     """
     options: dict[str, Any] = dict(PRESETS[name].values)
-    layers, length = ({**options, **_numbers(given)}[key] for key in ("num_layers", "seq_length"))
+    layers, length = ({**options, **_numbers(explicit)}[key] for key in ("num_layers", "seq_length"))
     if (pattern := options.get("moe_layer_freq")) is not None:
-        options["moe_layer_freq"] = list(islice(cycle(pattern), max(0, min(layers, _MOST_LAYERS))))
+        options["moe_layer_freq"] = list(islice(cycle(pattern), max(0, min(layers, _MAX_LAYERS))))
     return options | {"max_position_embeddings": length}
 
 

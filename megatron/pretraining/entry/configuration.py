@@ -119,17 +119,17 @@ def unchecked_config(arguments: Namespace, own: Mapping[str, object]) -> Megatro
     Raises:
         ConfigError: a value of our flags, or a combination within a group, cannot work.
     """
-    flags, given = all_flags(), converted(own)
+    flags, own_values = all_flags(), converted(own)
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
-    if given.get("elastic"):
+    if own_values.get("elastic"):
         stock = {name: stock[name] for name in stock if name == "correct"}  # independent of the number of workers
-    if given.get("deepspeed"):
+    if own_values.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
     for name, kind in group_classes().items():
         groups[name] = kind(
             **{
-                field.name: given.get(field.name, stock.get(field.name, flags[field.name].default))
+                field.name: own_values.get(field.name, stock.get(field.name, flags[field.name].default))
                 if field.name in flags
                 else _value(arguments, field.name)
                 for field in dataclasses.fields(kind)
@@ -161,19 +161,19 @@ def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Prob
 
 def described(arguments: Namespace) -> dict[str, Any]:
     """Returns Megatron-LM's arguments as values of JSON; other values are left out."""
-    found = {}
+    values = {}
     for name, value in vars(arguments).items():
         plain = _plain(value)
         try:
-            found[name] = json.loads(json.dumps(plain, allow_nan=False))
+            values[name] = json.loads(json.dumps(plain, allow_nan=False))
         except (TypeError, ValueError):
             continue
-    return found
+    return values
 
 
 def _value(arguments: Namespace, name: str) -> object:
-    given = (getattr(arguments, one, None) for one in _RENAMED.get(name, (name,)))
-    return _plain(next((value for value in given if value is not None), None))
+    values = (getattr(arguments, alias, None) for alias in _RENAMED.get(name, (name,)))
+    return _plain(next((value for value in values if value is not None), None))
 
 
 def _plain(value: Any) -> Any:

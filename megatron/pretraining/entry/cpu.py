@@ -76,7 +76,7 @@ def take_device(config: Config, local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
-def mend_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def repair_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Repairs megatron-core's local experts with biases on a CPU; a hook of the model builder.
 
     Without other workers, the experts' linear layers pass through one-worker collectives, and autograd rejects the
@@ -126,10 +126,10 @@ def _without_pinning(factory: Callable) -> Callable:
 def _to_cpu(to: Callable) -> Callable:
     @functools.wraps(to)
     def on_cpu(self, *args, **kwargs):
-        places = [torch.device("cpu") if cpu.means_cuda(place) else place for place in args]
+        values = [torch.device("cpu") if cpu.means_cuda(value) else value for value in args]
         if cpu.means_cuda(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
-        return to(self, *places, **kwargs)
+        return to(self, *values, **kwargs)
 
     return on_cpu
 
@@ -173,7 +173,7 @@ def _extend_local_attention() -> None:
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         if self.config.context_parallel_size > 1:
-            key, value, attention_mask = _gathered(key, value)
+            key, value, attention_mask = _gather_keys_and_values(key, value)
         return real_forward(self, query, key.contiguous(), value.contiguous(), attention_mask, *args, **kwargs)
 
     def forward_softmax(self, input, mask, softmax_offset=None):
@@ -185,7 +185,7 @@ def _extend_local_attention() -> None:
     attention.__init__, attention.forward, softmax.forward_torch_softmax = init, forward, forward_softmax
 
 
-def _gathered(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gather_keys_and_values(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the keys and values of all positions, and the causal mask of this rank's queries.
 
     With context parallelism a rank has two chunks of the sequence: one from the front, and its mirror from the back.
@@ -194,13 +194,13 @@ def _gathered(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
     group, rank = state.get_context_parallel_group(), state.get_context_parallel_rank()
     size = group.size()
     order = [chunk for r in range(size) for chunk in (r, 2 * size - 1 - r)]
-    key, value = (_in_sequence(_Gather.apply(tensor, group), order) for tensor in (key, value))
+    key, value = (_in_sequence_order(_Gather.apply(tensor, group), order) for tensor in (key, value))
     length = key.shape[0] // (2 * size)
     rows = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in (rank, 2 * size - 1 - rank)])
     return key, value, (torch.arange(key.shape[0])[None, :] > rows[:, None])[None, None]
 
 
-def _in_sequence(gathered: Any, order: Sequence[int]) -> torch.Tensor:
+def _in_sequence_order(gathered: Any, order: Sequence[int]) -> torch.Tensor:
     parts = gathered.chunk(len(order), dim=0)
     return torch.cat([parts[order.index(chunk)] for chunk in range(len(order))], dim=0)
 

@@ -36,7 +36,7 @@ def set_up(
     load()
     private_interfaces.require("fragments", "deepspeed")
     args, bare = get_args(), bare_chunks(container, model_type, provider, groups)
-    (chunk,) = (ZeroChunk(get_model_config(one), one) for one in bare)  # no virtual stages
+    (chunk,) = (ZeroChunk(get_model_config(module), module) for module in bare)  # no virtual stages
     core_config, _ = cast(Any, training.get_megatron_optimizer_config(args))
     optimizer = build_zero_optimizer(config, chunk, core_config)
     args.iteration = args.num_floating_point_operations_so_far = 0

@@ -54,14 +54,16 @@ def set_up(
     """
     args, slots = get_args(), min(config.elastic.elastic_slots or 0, config.moe.num_experts or 0)
     with replaced(moe_module_specs, MoELayer=functools.partial(ElasticLayer, slots=slots)):
-        bare = bare_chunks(container, model_type, provider, groups)
-    core_config, reduced_over = get_model_config(bare[0]), gradient_groups(config)
+        bare_chunk_list = bare_chunks(container, model_type, provider, groups)
+    core_config, reduced_over = get_model_config(bare_chunk_list[0]), gradient_groups(config)
     ddp_config: Any = dataclasses.replace(
         container.ddp, use_distributed_optimizer=args.use_distributed_optimizer and not config.shards_by_blocks
     )
-    chunks = [ElasticDataParallel(core_config, ddp_config, one, pg_collection=reduced_over) for one in bare]
-    described: Any = training.get_megatron_optimizer_config(args)
-    optimizer_config, overrides = described
+    chunks = [
+        ElasticDataParallel(core_config, ddp_config, chunk, pg_collection=reduced_over) for chunk in bare_chunk_list
+    ]
+    configured: Any = training.get_megatron_optimizer_config(args)
+    optimizer_config, overrides = configured
     optimizer_config.use_distributed_optimizer = ddp_config.use_distributed_optimizer
     core = get_megatron_optimizer(
         optimizer_config,
@@ -158,7 +160,7 @@ def streams_of(
     """
     workers, streams = get_args().num_workers, {}
     for split, (dataset,) in datasets.items():  # no virtual stages
-        if dataset is not None and not _masks(dataset[0]):
+        if dataset is not None and not _has_loss_mask(dataset[0]):
             raise ConfigError(
                 f"the samples of the {split} split have no loss_mask, and --elastic deals micro batches without tokens "
                 "that count. Fix: add a loss_mask to the samples, or drop --elastic",
@@ -169,7 +171,7 @@ def streams_of(
     return streams
 
 
-def _masks(sample: Any) -> bool:
+def _has_loss_mask(sample: Any) -> bool:
     return isinstance(sample, dict) and torch.is_tensor(sample.get("loss_mask"))
 
 

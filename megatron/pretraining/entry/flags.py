@@ -57,11 +57,11 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
     @functools.wraps(real)
     def parse(extra_args_provider=None, ignore_unknown_args=False):
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            of_megatron = frozenset(parser._option_string_actions)
+            megatron_options = frozenset(parser._option_string_actions)
             options.remember(real.__code__.co_filename, parser)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
-            of_script = parser._option_string_actions.keys() - of_megatron
-            return command_line.prepared(add_own_flags(parser), of_script, ignore_unknown_args)
+            script_options = parser._option_string_actions.keys() - megatron_options
+            return command_line.prepared(add_own_flags(parser), script_options, ignore_unknown_args)
 
         return real(provider, ignore_unknown_args)
 
@@ -176,10 +176,10 @@ def _check_device(config: MegatronConfig) -> None:
 
 def _check_paths(config: MegatronConfig, reads_tokens: bool) -> None:
     """Raises ``ConfigError`` if a path of this machine cannot be used."""
-    check_paths(config.arguments, config.snapshot, config.logging.log_dir, reads_tokens, workers_of_job().most)
+    check_paths(config.arguments, config.snapshot, config.logging.log_dir, reads_tokens, workers_of_job().max_nodes)
 
 
-def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
+def _complete(args: argparse.Namespace, explicit: Collection[str]) -> None:
     """Sets arguments that Megatron-LM requires and this program derives.
 
     Kernels of packages that are not installed are left out.  Without ``--save-interval``, the run saves where
@@ -191,12 +191,12 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.save_interval = args.save_retain_interval or _NEVER
     if args.num_experts and not args.swiglu:
         args.bias_gelu_fusion = False  # megatron-core's kernel does not support token weights
-    engine = find_spec("transformer_engine") is not None
-    if not engine:
+    has_transformer_engine = find_spec("transformer_engine") is not None
+    if not has_transformer_engine:
         args.apply_rope_fusion = False
-        if "transformer_impl" not in given:
+        if "transformer_impl" not in explicit:
             args.transformer_impl = "local"
-    if not engine and find_spec("fused_weight_gradient_mlp_cuda") is None:
+    if not has_transformer_engine and find_spec("fused_weight_gradient_mlp_cuda") is None:
         args.gradient_accumulation_fusion = False
     if find_spec("scaled_upper_triang_masked_softmax_cuda") is None:
         args.masked_softmax_fusion = False
@@ -222,8 +222,8 @@ def _check_workers(config: MegatronConfig) -> None:
 def _limit_connections(args: argparse.Namespace) -> None:
     """Sets the environment variable that Megatron-LM requires for tensor and context parallelism, if it is not set."""
     parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
-    several = args.overlap_moe_expert_parallel_comm or args.use_megatron_fsdp or args.use_torch_fsdp2
-    if parallel and not several:
+    overlaps_communication = args.overlap_moe_expert_parallel_comm or args.use_megatron_fsdp or args.use_torch_fsdp2
+    if parallel and not overlaps_communication:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -238,7 +238,7 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
                 with _background_writers(args):
                     real(args, *more, **options)
             except Exception as error:
-                raise _setup_refused(args, error) from error
+                raise _set_up_error(args, error) from error
         if args.vocab_size is None and args.padded_vocab_size is not None:  # checkpoints record it without padding
             tokenizer: Any = training.get_tokenizer()
             args.vocab_size = tokenizer.vocab_size
@@ -251,12 +251,12 @@ _SET_UP = {
     "_set_wandb_writer": ("the writer of Weights & Biases", ("wandb_project", "wandb_exp_name", "wandb_save_dir")),
     "_set_one_logger": ("the writer of one_logger", ("one_logger_project", "one_logger_run_name")),
 }
-"""By function of Megatron-LM, what it sets up, and the arguments that it reads."""
+"""By function of Megatron-LM: the component that it sets up, and the arguments that it reads."""
 _TOKENIZER_FILES = "tokenizer_model", "vocab_file", "merge_file"
 
 
-def _setup_refused(args: argparse.Namespace, error: BaseException) -> ConfigError:
-    """Returns the error for what Megatron-LM could not set up: the tokenizer, a writer of logs, or something else."""
+def _set_up_error(args: argparse.Namespace, error: BaseException) -> ConfigError:
+    """Returns the error for a failed set-up of Megatron-LM: of the tokenizer, a log writer or another component."""
     called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     cause = f"{type(error).__name__}: {_cause_of(error)}"
     if "_build_tokenizer" in called:
@@ -266,10 +266,10 @@ def _setup_refused(args: argparse.Namespace, error: BaseException) -> ConfigErro
             "Fix: replace a damaged file, or choose the type that it was made for",
             code="tokenizer-unusable",
         )
-    for what, names in (_SET_UP[name] for name in _SET_UP if name in called):
-        given = [f"{dashed(name)} {value}" for name in names if (value := getattr(args, name, None))]
+    for component, names in (_SET_UP[name] for name in _SET_UP if name in called):
+        settings = [f"{dashed(name)} {value}" for name in names if (value := getattr(args, name, None))]
         return ConfigError(
-            f"{what} cannot be set up for {listed(given)} ({cause}). Fix: correct or drop {listed(given)}",
+            f"{component} cannot be set up for {listed(settings)} ({cause}). Fix: correct or drop {listed(settings)}",
             code="log-writer-unusable",
         )
     return refusal_of(error)
@@ -294,7 +294,7 @@ def _board(listeners: Listeners, log_dir: str, max_queue: int) -> Board:
 
 @contextlib.contextmanager
 def _module(**modules: Any) -> Iterator[None]:
-    """Lets an import find other modules."""
+    """Temporarily replaces modules for imports."""
     before = {name: sys.modules[name] for name in modules}
     sys.modules.update(modules)
     try:
@@ -306,14 +306,14 @@ def _module(**modules: Any) -> Iterator[None]:
 def listeners_of_run() -> Listeners:
     """Returns functions that print failures of a writer, and record them in ``events.jsonl``."""
 
-    def lost(service: str, values: int, seconds: float) -> None:
+    def record_lost_values(service: str, values: int, seconds: float) -> None:
         log_dir: Any = command_line.read().own.get("log_dir")
         events = EventLog(event_directory(log_dir))
         events.write("log_failed", what=service, lasted_s=round(seconds, 3), lost=values)
         events.close()
         print_lines(f"{service}: after {seconds:.0f} s, {values} values are lost", flush=True)
 
-    return Listeners(functools.partial(print_lines, flush=True), lost)
+    return Listeners(functools.partial(print_lines, flush=True), record_lost_values)
 
 
 def print_args(title: str, args: argparse.Namespace) -> None:
@@ -330,12 +330,12 @@ def changed_values() -> list[str]:
 
 def plain_options() -> dict[str, Any]:
     """Returns the values of the last command line that differ from the defaults, as YAML values."""
-    return {name: _plain(value) for name, value in sorted(command_line.read().given.items())}
+    return {name: _yaml_value(value) for name, value in sorted(command_line.read().given.items())}
 
 
-def _plain(value: Any) -> Any:
+def _yaml_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_yaml_value(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, torch.dtype):
@@ -347,7 +347,7 @@ def transformer_config(real: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps Megatron-LM's ``core_transformer_config_from_args``: its errors in a script become sentences."""
 
     @functools.wraps(real)
-    def described(args, *more: Any, **options: Any) -> Any:
+    def build_config(args, *more: Any, **options: Any) -> Any:
         is_own = getattr(args, OWN_PROGRAM, False)
         with contextlib.nullcontext() if is_own else reported(Path(sys.argv[0]).name):
             try:
@@ -355,7 +355,7 @@ def transformer_config(real: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 raise refusal_of(error) from error
 
-    return described
+    return build_config
 
 
 @contextlib.contextmanager

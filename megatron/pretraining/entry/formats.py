@@ -57,9 +57,9 @@ class Scaled(NamedTuple):
 
 def scaled(matrix: torch.Tensor, dtype: torch.dtype) -> Scaled:
     """Rounds a matrix to 8 bits, scaling its largest value to the format's; non-finite values stay non-finite."""
-    most = torch.finfo(dtype).max
-    scale = matrix.abs().amax().float().clamp(min=LEAST) / most
-    return Scaled((matrix.float() / scale).clamp(-most, most).to(dtype), scale)
+    largest = torch.finfo(dtype).max
+    scale = matrix.abs().amax().float().clamp(min=LEAST) / largest
+    return Scaled((matrix.float() / scale).clamp(-largest, largest).to(dtype), scale)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, quick: bool = False) -> torch.Tensor:
@@ -88,27 +88,27 @@ class _Linear(torch.autograd.Function):
     """Computes ``inputs @ weight.T`` and its gradients by 8-bit products."""
 
     @staticmethod
-    def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, of_gradients: torch.dtype) -> torch.Tensor:
+    def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, gradient_dtype: torch.dtype) -> torch.Tensor:
         """Multiplies ``[..., k]`` and ``[m, k]`` to ``[..., m]``, in the dtype of the inputs."""
         rows = scaled(_tiled(inputs), _OF_VALUES)
         # save the existing 16-bit weight, instead of 8 more bits per element for each micro batch in flight
         ctx.save_for_backward(weight, *(rows if ctx.needs_input_grad[1] else ()))
-        ctx.of_gradients, ctx.shape = of_gradients, inputs.shape
-        found = product(rows, scaled(weight, _OF_VALUES).t(), inputs.dtype, quick=True)
-        return _untiled(found, inputs.shape)
+        ctx.gradient_dtype, ctx.shape = gradient_dtype, inputs.shape
+        matrix = product(rows, scaled(weight, _OF_VALUES).t(), inputs.dtype, quick=True)
+        return _untiled(matrix, inputs.shape)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         """Returns the gradients of inputs and weight, if they are required."""
         weight, *rows = ctx.saved_tensors
-        of_outputs = scaled(_tiled(gradient), ctx.of_gradients)
-        of_inputs = of_weight = None
+        grad_output = scaled(_tiled(gradient), ctx.gradient_dtype)
+        grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            found = product(of_outputs, scaled(weight, _OF_VALUES), gradient.dtype)
-            of_inputs = _untiled(found, ctx.shape)
+            matrix = product(grad_output, scaled(weight, _OF_VALUES), gradient.dtype)
+            grad_input = _untiled(matrix, ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = product(of_outputs.t(), Scaled(*rows), weight.dtype)
-        return of_inputs, of_weight, None
+            grad_weight = product(grad_output.t(), Scaled(*rows), weight.dtype)
+        return grad_input, grad_weight, None
 
 
 def _tiled(tensor: torch.Tensor) -> torch.Tensor:

@@ -130,15 +130,15 @@ def _built_datasets(counts: Sequence[int | None]) -> Any:
     for split in splits:
         print_rank_0(f" {split.describe(args.seq_length)}")
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    wanted: Any = [*counts]
-    train, *others = BlendedMegatronDatasetBuilder(kind, wanted, lambda: True, config).build()
+    requested: Any = [*counts]
+    train, *other_splits = BlendedMegatronDatasetBuilder(kind, requested, lambda: True, config).build()
     refuse(
         train is not None and len(train) < sizes[0],
         f"the run needs {sizes[0]} samples, and prefixes without weights are read only once. Fix: give each a weight, "
         "or train for less",
         code="samples-too-few",
     )
-    return train, *others
+    return train, *other_splits
 
 
 build_datasets.is_distributed = True

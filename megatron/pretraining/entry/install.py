@@ -22,8 +22,8 @@ def install() -> None:
     checkpointing: Any = import_module("megatron.training.checkpointing")
     private_interfaces.require("megatron.training")
     flags = import_module("megatron.pretraining.entry.flags")
-    ours = import_module("megatron.pretraining.entry.pretrain").pretrain
-    if package.pretrain is ours:
+    own_pretrain = import_module("megatron.pretraining.entry.pretrain").pretrain
+    if package.pretrain is own_pretrain:
         return
     arguments.parse_args = flags.parse_args(arguments.parse_args)
     arguments.validate_args = flags.validate_args(arguments.validate_args)
@@ -34,9 +34,11 @@ def install() -> None:
     model = flags.transformer_config(utils.core_transformer_config_from_args)
     utils.core_transformer_config_from_args = arguments.core_transformer_config_from_args = model
     factory: Any = utils.ArgumentGroupFactory
-    described = functools.partial(factory._get_field_docstrings, factory)
-    factory._get_field_docstrings = staticmethod(functools.cache(described))  # it parses the source of each class
-    package.pretrain = training.pretrain = ours
+    field_docstrings = functools.partial(factory._get_field_docstrings, factory)
+    factory._get_field_docstrings = staticmethod(
+        functools.cache(field_docstrings)
+    )  # it parses the source of each class
+    package.pretrain = training.pretrain = own_pretrain
 
 
 def describe_options() -> None:

@@ -46,26 +46,26 @@ def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
         arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
 
 
-def leave_out_kernels(arguments: Any, given: Collection[str], has_cuda: bool) -> None:
+def leave_out_kernels(arguments: Any, explicit: Collection[str], has_cuda: bool) -> None:
     """Turns off, on a CPU, the options of kernels that only CUDA has and that Megatron-LM turns on by default.
 
     Args:
         arguments: Megatron-LM's arguments, before their check.
-        given: names of the arguments on the command line.
+        explicit: names of the arguments on the command line.
         has_cuda: whether workers compute on GPUs.
     """
     if not has_cuda:
         arguments.apply_rope_fusion = arguments.gradient_accumulation_fusion = arguments.masked_softmax_fusion = False
-        if "transformer_impl" not in given:
+        if "transformer_impl" not in explicit:
             arguments.transformer_impl = "local"
 
 
 def check_kernels(arguments: Any, has_cuda: bool) -> None:
     """Raises ``ConfigError`` if there is no CUDA, and the model or the profiler needs it."""
     problems, pattern, spec = Problems(), getattr(arguments, "hybrid_layer_pattern", None), arguments.spec
-    of_core = not spec or spec[0].startswith("megatron.core.")
+    is_core_spec = not spec or spec[0].startswith("megatron.core.")
     problems.refuse(
-        pattern and of_core and not has_cuda,
+        pattern and is_core_spec and not has_cuda,
         f"--hybrid-layer-pattern {pattern} builds layers of Transformer Engine, which needs CUDA. Fix: use a GPU, or a "
         "--spec of other layers",
         code="device-unsupported",
@@ -91,12 +91,12 @@ def check_formats(arguments: Any) -> None:
         "--fp8-format",
         code="fp8-unsupported",
     )
-    for name, known in MOMENTS.items() if not arguments.use_precision_aware_optimizer else ():
+    for name, formats in MOMENTS.items() if not arguments.use_precision_aware_optimizer else ():
         format = getattr(arguments, name)
         problems.refuse(
-            format not in known,
+            format not in formats,
             f"{dashed(name)} {format} needs Transformer Engine and --use-precision-aware-optimizer. Fix: "
-            f"choose one of {', '.join(known)}",
+            f"choose one of {', '.join(formats)}",
             code="optimizer-excludes-flag",
         )
         problems.refuse(
@@ -113,12 +113,12 @@ def check_limits(arguments: Any) -> None:
     Megatron-LM divides by some of them, in its checks or later in a worker.
     """
     problems = Problems()
-    for least, names in _AT_LEAST.items():
+    for minimum, names in _AT_LEAST.items():
         for name in names.split():
             value = getattr(arguments, name, None)
             problems.refuse(
-                isinstance(value, (int, float)) and not value >= least,  # nan is refused
-                f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {least}",
+                isinstance(value, (int, float)) and not value >= minimum,  # nan is refused
+                f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {minimum}",
                 code="value-out-of-range",
             )
     named = [name for name in _DATA if getattr(arguments, name, None)]
@@ -190,7 +190,7 @@ def check_divisions(arguments: Any) -> None:
     problems.refuse(
         arguments.micro_batch_size is None, "--micro-batch-size is missing. Fix: give it", code="flag-missing"
     )
-    for name in () if any(getattr(arguments, other, None) for other in _OTHER_SIZES) else _SIZES:
+    for name in () if any(getattr(arguments, size, None) for size in _OTHER_SIZES) else _SIZES:
         problems.refuse(
             getattr(arguments, name) is None,
             f"{dashed(name)} is missing. Fix: give it, or a --model",
@@ -204,8 +204,8 @@ def check_divisions(arguments: Any) -> None:
         *([] if arguments.kv_channels else [("hidden_size", "num_attention_heads")]),
         *([("seq_length", tensor)] if arguments.sequence_parallel and arguments.tensor_model_parallel_size > 1 else []),
     ]
-    for name, of in remainders:
-        problems.refuse_remainder(name, getattr(arguments, name), of, getattr(arguments, of))
+    for name, divisor in remainders:
+        problems.refuse_remainder(name, getattr(arguments, name), divisor, getattr(arguments, divisor))
     context = arguments.context_parallel_size
     problems.refuse(
         context > 1 and arguments.seq_length and arguments.seq_length % (2 * context),
@@ -219,20 +219,20 @@ def check_divisions(arguments: Any) -> None:
 def check_virtual_stages(arguments: Any) -> None:
     """Raises ``ConfigError`` if stages of equal size cannot be divided into the virtual stages."""
     problems, stages, layers = Problems(), arguments.pipeline_model_parallel_size, arguments.num_layers
-    given = [name for name in _VIRTUAL_STAGES if getattr(arguments, name)]
-    if len(given) != 1 or any(getattr(arguments, name, None) for name in _FREE_LAYERS if name not in given):
+    explicit = [name for name in _VIRTUAL_STAGES if getattr(arguments, name)]
+    if len(explicit) != 1 or any(getattr(arguments, name, None) for name in _FREE_LAYERS if name not in explicit):
         return
     problems.refuse_remainder("num_layers", layers, "pipeline_model_parallel_size", stages)
     if not layers or layers % stages:
         return problems.raise_found()
-    spelling, part, of_stage = dashed(given[0]), getattr(arguments, given[0]), layers // stages
+    spelling, part, layers_per_stage = dashed(explicit[0]), getattr(arguments, explicit[0]), layers // stages
     problems.refuse(
-        of_stage % part,
-        f"{counted(of_stage, 'layer')} of each pipeline stage (--num-layers {layers} / --pipeline-model-parallel-size "
-        f"{stages}) cannot be divided by {spelling} {part}. Fix: change one of them",
+        layers_per_stage % part,
+        f"{counted(layers_per_stage, 'layer')} of each pipeline stage (--num-layers {layers} / "
+        f"--pipeline-model-parallel-size {stages}) cannot be divided by {spelling} {part}. Fix: change one of them",
         code="flag-not-a-multiple",
     )
-    is_interleaved = part > 1 if given == ["num_virtual_stages_per_pipeline_rank"] else part < of_stage
+    is_interleaved = part > 1 if explicit == ["num_virtual_stages_per_pipeline_rank"] else part < layers_per_stage
     problems.refuse(
         stages == 1 and is_interleaved,
         f"{spelling} needs --pipeline-model-parallel-size greater than 1. Fix: raise it, or drop {spelling}",
@@ -244,15 +244,15 @@ def check_virtual_stages(arguments: Any) -> None:
 def check_contradictions(arguments: Any) -> None:
     """Raises ``ConfigError`` with all contradictions between Megatron-LM's arguments, as parsed."""
     problems = Problems()
-    for one, other in (
+    for flag, other_flag in (
         ("bf16", "fp16"), ("train_iters", "train_samples"), ("train_iters", "lr_decay_samples"),
         ("train_samples", "lr_decay_iters"), ("train_iters", "lr_warmup_samples"),
         ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("data_path", "train_data_path"),
         _VIRTUAL_STAGES,
     ):  # fmt: skip
         problems.refuse(
-            getattr(arguments, one) and getattr(arguments, other),
-            f"{dashed(one)} excludes {dashed(other)}. Fix: drop one of them",
+            getattr(arguments, flag) and getattr(arguments, other_flag),
+            f"{dashed(flag)} excludes {dashed(other_flag)}. Fix: drop one of them",
             code="flags-exclude-each-other",
         )
     longest = arguments.max_position_embeddings
@@ -262,13 +262,13 @@ def check_contradictions(arguments: Any) -> None:
         "one of them",
         code="flag-exceeds-another",
     )
-    for one, other in (
+    for flag, other_flag in (
         ("overlap_param_gather", "overlap_grad_reduce"), ("moe_single_grouped_weight", "moe_grouped_gemm"),
         ("moe_single_grouped_bias", "moe_grouped_gemm"),
     ):  # fmt: skip
         problems.refuse(
-            getattr(arguments, one) and not getattr(arguments, other),
-            f"{dashed(one)} needs {dashed(other)}. Fix: add it, or drop {dashed(one)}",
+            getattr(arguments, flag) and not getattr(arguments, other_flag),
+            f"{dashed(flag)} needs {dashed(other_flag)}. Fix: add it, or drop {dashed(flag)}",
             code="flag-needs-another",
         )
     needed = [name for name in _TOKENIZER_FILES.get(arguments.tokenizer_type, ()) if not getattr(arguments, name)]

@@ -66,8 +66,8 @@ def peak_flops(given_tflops: float | None, device: torch.device) -> float | None
 def peak_of_name(name: str) -> float | None:
     """Returns the peak of a device in FLOP/s by its name, such as ``NVIDIA H200``; None if it is unknown."""
     words = re.findall(r"[A-Za-z0-9]+", name)
-    found = [model for model in _PEAK_TFLOPS if set(model.split()) <= set(words)]
-    return _PEAK_TFLOPS[max(found, key=len)] * 1e12 if found else None
+    models = [model for model in _PEAK_TFLOPS if set(model.split()) <= set(words)]
+    return _PEAK_TFLOPS[max(models, key=len)] * 1e12 if models else None
 
 
 class _Mean(float):
@@ -281,16 +281,16 @@ class Profiling:
 
     def _start(self) -> Any:
         args, observer = get_args(), None
-        beside = Path(args.tensorboard_dir or ".").parent
+        directory = Path(args.tensorboard_dir or ".").parent
         name = f"rank-{self._rank}.json.gz"
         if args.pytorch_profiler_collect_chakra:
-            (beside / "chakra").mkdir(parents=True, exist_ok=True)
+            (directory / "chakra").mkdir(parents=True, exist_ok=True)
             observer = torch.profiler.ExecutionTraceObserver()
-            observer.register_callback(str(beside / "chakra" / name))
+            observer.register_callback(str(directory / "chakra" / name))
 
         def write(profiler: Any) -> None:
-            (beside / "torch_profile").mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(beside / "torch_profile" / name))
+            (directory / "torch_profile").mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(directory / "torch_profile" / name))
 
         first, last = args.profile_step_start, args.profile_step_end
         profiler = torch.profiler.profile(

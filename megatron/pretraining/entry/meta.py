@@ -22,7 +22,7 @@ from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.model.parameters import parameter_pieces
 from moc.state.operators import Operator
 
-_ONE_WORKER = {
+_SINGLE_WORKER = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -72,19 +72,23 @@ def operators_on_meta(config: MegatronConfig, rows: int) -> tuple[Operator, ...]
         ConfigError: Megatron-LM cannot build the model without CUDA.
     """
     arguments = copy.copy(config.arguments)
-    vars(arguments).update(_ONE_WORKER | _WITHOUT_KERNELS | {"padded_vocab_size": rows})
-    described: Any = hybrid_config_from_args if arguments.hybrid_layer_pattern else gpt_config_from_args
-    with kept_environment(), _one_worker() as groups, replaced(torch.cuda, current_device=lambda: torch.device("meta")):
+    vars(arguments).update(_SINGLE_WORKER | _WITHOUT_KERNELS | {"padded_vocab_size": rows})
+    config_of_args: Any = hybrid_config_from_args if arguments.hybrid_layer_pattern else gpt_config_from_args
+    with (
+        kept_environment(),
+        _single_worker_groups() as groups,
+        replaced(torch.cuda, current_device=lambda: torch.device("meta")),
+    ):
         try:
-            model = described(arguments)
-            chunk = model.get_builder_cls()(model).build_model(groups)
+            model_config = config_of_args(arguments)
+            chunk = model_config.get_builder_cls()(model_config).build_model(groups)
         except Exception as error:
             raise refusal_of(error) from error
         return operators_of_parameters(tensors_in(parameter_pieces([chunk]), stage=0))
 
 
 @contextlib.contextmanager
-def _one_worker() -> Iterator[ProcessGroupCollection]:
+def _single_worker_groups() -> Iterator[ProcessGroupCollection]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

@@ -48,33 +48,33 @@ def tensors_of(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World
 ) -> tuple[list[ModelParameter], dict[str, tuple[str, ...]]]:
     """Returns this worker's parameters; and by name, the moments of parameters whose optimizer state it partly owns."""
-    pieces = parameter_pieces(chunks)
+    chunks_by_parameter = parameter_pieces(chunks)
     moments = {
-        piece.name: tuple(sorted(slot for slot in owned.slots if slot != MASTER))
+        chunk.name: tuple(sorted(slot for slot in owned.slots if slot != MASTER))
         for owned in owned_slices(optimizer)
-        for piece in pieces[owned.parameter]
+        for chunk in chunks_by_parameter[owned.parameter]
     }
-    return tensors_in(pieces, world.pipeline_rank), moments
+    return tensors_in(chunks_by_parameter, world.pipeline_rank), moments
 
 
-def tensors_in(pieces: Pieces, stage: int) -> list[ModelParameter]:
+def tensors_in(chunks_by_parameter: Pieces, stage: int) -> list[ModelParameter]:
     """Returns the parameters of model chunks, with no moments filled in.
 
     Args:
-        pieces: local chunks of each parameter.
+        chunks_by_parameter: local chunks of each parameter.
         stage: the pipeline stage that holds the chunks.
     """
     return [
         ModelParameter(
-            piece.name,
-            math.prod(piece.global_shape),
+            chunk.name,
+            math.prod(chunk.global_shape),
             getattr(parameter, "tensor_model_parallel", False),
             stage,
             (),
-            math.prod(piece.global_shape[1:]) if piece.padded else 0,
+            math.prod(chunk.global_shape[1:]) if chunk.padded else 0,
         )
-        for parameter, described in pieces.items()
-        for piece in described
+        for parameter, local_chunks in chunks_by_parameter.items()
+        for chunk in local_chunks
     ]
 
 
@@ -82,7 +82,7 @@ def model_of_chunks(
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     world: World,
-    described: Mapping,
+    arguments: Mapping,
     masks_padding: bool = False,
 ) -> Model:
     """Returns the model, assembled from the parts that the workers have built; a collective call.
@@ -91,15 +91,15 @@ def model_of_chunks(
         chunks: model chunks of this worker.
         optimizer: optimizer of this worker.
         world: ranks of this worker.
-        described: Megatron-LM's arguments, for people and converters.
+        arguments: Megatron-LM's arguments, for people and converters.
         masks_padding: a checkpoint may have more or fewer rows of padding.
     """
-    told = gather(tensors_of(chunks, optimizer, world))
-    moments = {name: slots for _, of_rank in told for name, slots in of_rank.items()}
+    gathered = gather(tensors_of(chunks, optimizer, world))
+    moments = {name: slots for _, of_rank in gathered for name, slots in of_rank.items()}
     tensors = {
         tensor.name: tensor._replace(moments=moments.get(tensor.name, ()))
-        for found, _ in reversed(told)
-        for tensor in found
+        for parameters, _ in reversed(gathered)
+        for tensor in parameters
     }
     operators = operators_of_parameters(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
@@ -108,16 +108,16 @@ def model_of_chunks(
         per_row[operator_of(tensor.name)] += tensor.per_row
 
     def check(state: Mapping, where: object) -> None:
-        saved, more = state["shape"], more_padding(described, state.get("model") or {}) if masks_padding else 0
+        saved, extra_rows = state["shape"], more_padding(arguments, state.get("model") or {}) if masks_padding else 0
         if described_by_flags(saved):
-            check_flags(described, saved, where)
+            check_flags(arguments, saved, where)
         else:
-            check_shape(with_rows(shape, per_row, more), saved, where)
+            check_shape(with_rows(shape, per_row, extra_rows), saved, where)
 
     return Model(
         operators=operators,
         stages=stages_of(tensors.values()),
-        described={"shape": shape, "model": dict(described), "tokenizer": tokenizer_of(described)},
+        described={"shape": shape, "model": dict(arguments), "tokenizer": tokenizer_of(arguments)},
         check=check,
     )
 
@@ -133,11 +133,15 @@ def tokenizer_of(described: Mapping) -> dict[str, str | None]:
 
 def operators_of_parameters(tensors: Iterable[ModelParameter]) -> tuple[Operator, ...]:
     """Returns the operators that hold these tensors, in the order of the forward pass; pure."""
-    held: dict[str, list[ModelParameter]] = {}
+    parts_of_operator: dict[str, list[ModelParameter]] = {}
     for tensor in tensors:
-        held.setdefault(operator_of(tensor.name), []).append(tensor)
-    several = len({tensor.moments for parts in held.values() for tensor in parts}) > 1
-    return tuple(sorted((_operator(name, parts, several) for name, parts in held.items()), key=_place_in_forward))
+        parts_of_operator.setdefault(operator_of(tensor.name), []).append(tensor)
+    moments_differ = len({tensor.moments for parts in parts_of_operator.values() for tensor in parts}) > 1
+    return tuple(
+        sorted(
+            (_operator(name, parts, moments_differ) for name, parts in parts_of_operator.items()), key=_forward_position
+        )
+    )
 
 
 def stages_of(tensors: Iterable[ModelParameter]) -> tuple[int, ...]:
@@ -147,55 +151,57 @@ def stages_of(tensors: Iterable[ModelParameter]) -> tuple[int, ...]:
         words = operator_of(tensor.name).split(".")
         if words[0] == "layers":
             stages[int(words[1])] = tensor.stage
-    found: list[int] = []
+    stage_of_layer: list[int] = []
     for layer in range(1 + max(stages, default=-1)):
-        found.append(stages.get(layer, found[-1] if found else 0))
-    return tuple(found)
+        stage_of_layer.append(stages.get(layer, stage_of_layer[-1] if stage_of_layer else 0))
+    return tuple(stage_of_layer)
 
 
-def more_padding(here: Mapping, saved: Mapping) -> int:
+def more_padding(arguments: Mapping, saved: Mapping) -> int:
     """Returns the rows of padding that a saved model has in excess; 0 for another vocabulary.
 
     Args:
-        here: arguments of this model, as values of JSON.
+        arguments: arguments of this model, as values of JSON.
         saved: arguments of the saved model.
     """
-    rows, stored = here.get("padded_vocab_size"), saved.get("padded_vocab_size")
-    same = all(here.get(name) == saved.get(name) for name in ("tokenizer_type", "vocab_size"))
-    return stored - rows if same and isinstance(rows, int) and isinstance(stored, int) else 0
+    rows, stored = arguments.get("padded_vocab_size"), saved.get("padded_vocab_size")
+    same_vocabulary = all(arguments.get(name) == saved.get(name) for name in ("tokenizer_type", "vocab_size"))
+    return stored - rows if same_vocabulary and isinstance(rows, int) and isinstance(stored, int) else 0
 
 
-def with_rows(shape: Mapping[str, int], per_row: Mapping[str, int], more: int) -> dict[str, int]:
-    """Returns the shape of a model with ``more`` rows of padding; ``per_row`` has the elements of a row by operator."""
-    return {name: count + more * per_row.get(name, 0) for name, count in shape.items()}
+def with_rows(shape: Mapping[str, int], per_row: Mapping[str, int], extra_rows: int) -> dict[str, int]:
+    """Returns the shape of a model with ``extra_rows`` more rows; ``per_row`` has the elements of a row by operator."""
+    return {name: count + extra_rows * per_row.get(name, 0) for name, count in shape.items()}
 
 
-def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
-    """Raises ``CheckpointError`` if a checkpoint holds another model than ``here``: parameters by operator."""
-    for name in sorted({*here, *saved}):
-        if here.get(name) != saved.get(name):
+def check_shape(expected: Mapping[str, int], saved: Mapping, where: object) -> None:
+    """Raises ``CheckpointError`` if a checkpoint holds another model than ``expected``: parameters by operator."""
+    for name in sorted({*expected, *saved}):
+        if expected.get(name) != saved.get(name):
             raise CheckpointError(
                 f"{where} holds another model: {short_repr(name)} has {short_repr(saved.get(name, 0))} parameters "
-                f"there, and {here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
+                f"there, and {expected.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
                 code="checkpoint-of-another-model",
             )
 
 
-def _operator(name: str, parts: list[ModelParameter], several: bool) -> Operator:
+def _operator(name: str, parts: list[ModelParameter], moments_differ: bool) -> Operator:
     words, moments = name.split("."), None
-    if several:
-        counts: dict[str, int] = {}
+    if moments_differ:
+        elements_of_moment: dict[str, int] = {}
         for tensor in parts:
             for slot in tensor.moments:
-                counts[slot] = counts.get(slot, 0) + tensor.numel
-        moments = tuple(sorted(counts.items()))
-    total, unsliced = (sum(t.numel for t in parts if not t.sliced or whole) for whole in (True, False))
+                elements_of_moment[slot] = elements_of_moment.get(slot, 0) + tensor.numel
+        moments = tuple(sorted(elements_of_moment.items()))
+    total, unsliced = (
+        sum(t.numel for t in parts if not t.sliced or include_sliced) for include_sliced in (True, False)
+    )
     if words[0] != "layers":
         return Operator(name, words[0], None, None, total, unsliced, moments)
     expert = int(words[3]) if words[2] == "expert" else None
     return Operator(name, words[2], int(words[1]), expert, total, unsliced, moments)
 
 
-def _place_in_forward(operator: Operator) -> tuple[int, int, int, int]:
+def _forward_position(operator: Operator) -> tuple[int, int, int, int]:
     part = {"embedding": 0, "output": 2}.get(operator.kind, 1)
     return part, operator.layer or 0, _KINDS.index(operator.kind), operator.expert or 0

@@ -36,9 +36,9 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
     flags, stock = import_module(f"{entry}.flags"), import_module(f"{entry}.stock")
     arguments: Any = import_module("megatron.training.arguments")
     size = str(workers or 1)
-    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": "0", "LOCAL_RANK": "0"}
+    environment = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": "0", "LOCAL_RANK": "0"}
     with kept_environment(), stock.replaced(sys, argv=[PROGRAM, *words]), contextlib.redirect_stdout(io.StringIO()):
-        os.environ |= place
+        os.environ |= environment
         args = arguments.parse_args()
         if workers is None:
             args.world_size = _fewest_workers(args)

@@ -43,8 +43,10 @@ def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]
     A script's own configuration or model can demand this without any argument.
     """
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
-    own_norm = next((found for one in parameters if (found := getattr(one, "grad_norm_group", None))), None)
-    configs = [one.config for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    own_norm = next(
+        (norm_group for parameter in parameters if (norm_group := getattr(parameter, "grad_norm_group", None))), None
+    )
+    configs = [member.config for member in getattr(optimizer, "chained_optimizers", [optimizer])]
     threshold = min((getattr(config, "grad_norm_skip_threshold", math.inf) for config in configs), default=math.inf)
     problems = Problems()
     problems.refuse(
@@ -79,8 +81,8 @@ def _check_state(arguments: Any, problems: Problems) -> None:
 
 def _check_layers(arguments: Any, problems: Problems) -> None:
     """Checks the layer-wise optimizer: ``dist_muon``, or one of its package with ``--use-distributed-optimizer``."""
-    in_buffers = _value(arguments, "use_layer_wise_param_layout")
-    experts_apart = (_value(arguments, "expert_model_parallel_size") or 1) > 1
+    has_buffer_layout = _value(arguments, "use_layer_wise_param_layout")
+    shards_experts = (_value(arguments, "expert_model_parallel_size") or 1) > 1
     problems.refuse(
         not _value(arguments, "bf16") and not _value(arguments, "fp16"),
         "the layer-wise optimizer of megatron-core (--use-distributed-optimizer, or dist_muon) works with --bf16 only. "
@@ -88,7 +90,7 @@ def _check_layers(arguments: Any, problems: Problems) -> None:
         code="optimizer-excludes-flag",
     )
     problems.refuse(
-        _value(arguments, "overlap_param_gather") and not in_buffers,
+        _value(arguments, "overlap_param_gather") and not has_buffer_layout,
         "--overlap-param-gather with --no-use-layer-wise-param-layout overwrites the reduced gradients, which a "
         "recovery may apply. Fix: drop one of them",
         code="optimizer-excludes-flag",
@@ -101,7 +103,7 @@ def _check_layers(arguments: Any, problems: Problems) -> None:
         code="optimizer-excludes-flag",
     )
     problems.refuse(
-        in_buffers and experts_apart and _value(arguments, "add_bias_linear"),
+        has_buffer_layout and shards_experts and _value(arguments, "add_bias_linear"),
         "the layer-wise optimizer of megatron-core has no place for the biases of experts. Fix: add "
         "--disable-bias-linear or --no-use-layer-wise-param-layout",
         code="optimizer-excludes-flag",

@@ -28,7 +28,7 @@ RELEASED = Path(__file__).with_name("options.json")
 """ParserOptions of the release of megatron-core that `pyproject.toml` requires."""
 _SOURCE = "megatron/training/arguments.py"
 _KINDS: dict[str, Any] = {"int": int, "float": float}
-_LARGEST = 8 * MAX_CONFIG_BYTES
+_MAX_CACHE_BYTES = 8 * MAX_CONFIG_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Option:
     def of(cls, action: argparse.Action) -> Option:
         """Returns the description of an action of a parser."""
         is_plain, choices = action.type in (None, str, *_KINDS.values()), list(action.choices or ())
-        members = {one.name: str(one) for one in choices if isinstance(one, enum.Enum)} or None
+        members = {member.name: str(member) for member in choices if isinstance(member, enum.Enum)} or None
         off: tuple[str, ...] = ()
         if isinstance(action, argparse.BooleanOptionalAction):
             off = tuple(spelling for spelling in action.option_strings if spelling.startswith("--no-"))
@@ -78,13 +78,13 @@ class Option:
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds the option to a parser."""
-        words: dict[str, Any] = dict(dest=self.name, default=self.default)
+        arguments: dict[str, Any] = dict(dest=self.name, default=self.default)
         if self.nargs == 0:
-            parser.add_argument(*self.spellings, action=Switch, off=self.off, **words)
+            parser.add_argument(*self.spellings, action=Switch, off=self.off, **arguments)
         else:
             kind = self.members.__getitem__ if self.members else _KINDS.get(self.kind)
-            words |= dict(nargs=self.nargs, type=kind, choices=self.choices)
-            parser.add_argument(*self.spellings, **words)
+            arguments |= dict(nargs=self.nargs, type=kind, choices=self.choices)
+            parser.add_argument(*self.spellings, **arguments)
 
 
 def parser_of(options: Iterable[Option], of_script: Collection[str]) -> argparse.ArgumentParser:
@@ -130,8 +130,8 @@ class ParserOptions:
         """Returns the options as JSON, one on a line, without values that are the defaults of :class:`Option`."""
         unset = {field.name: field.default for field in dataclasses.fields(Option)}
         lines = (
-            json.dumps({name: value for name, value in dataclasses.asdict(one).items() if value != unset[name]})
-            for one in self.options
+            json.dumps({name: value for name, value in dataclasses.asdict(option).items() if value != unset[name]})
+            for option in self.options
         )
         return f'{{"source": "{self.source}", "options": [\n{",\n".join(lines)}\n]}}\n'
 
@@ -150,40 +150,42 @@ def _released(source: Path) -> tuple[Option, ...]:
     return known.options if known.source == xxhash.xxh3_64_hexdigest(source.read_bytes()) else ()
 
 
-def remembered(places: Sequence[Path]) -> tuple[Option, ...]:
+def remembered(search_path: Sequence[Path]) -> tuple[Option, ...]:
     """Returns the options of Megatron-LM at the first of these paths that has it; empty if unknown."""
-    source = next((place / _SOURCE for place in places if (place / _SOURCE).is_file()), None)
+    source = next((directory / _SOURCE for directory in search_path if (directory / _SOURCE).is_file()), None)
     if source is not None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):
             if known := _released(source):
                 return known
             file = _file(source)
-            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), ParserOptions).options
+            return decode.decode(SafeDirectory(file.parent).read(file.name, _MAX_CACHE_BYTES), ParserOptions).options
     return ()
 
 
 _MAX_SOURCE_BYTES = 4 << 20  # bytes of a source file
-_MOST_FILES = 500
-_KNOWN = ("megatron.core", "megatron.training", "megatron.pretraining", "moc", "torch")
+_MAX_FILES = 500
+_KNOWN_PACKAGES = ("megatron.core", "megatron.training", "megatron.pretraining", "moc", "torch")
 """Packages that add no options to a script's parser, apart from those in Megatron-LM's own."""
 _OPTION = re.compile(r"--\S+|-[A-Za-z]")
 _STANDARD = Path(os.__file__).parent
 
 
-def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
+def options_in(script: Path, search_path: Sequence[Path]) -> frozenset[str] | None:
     """Finds strings that look like options in a script, and in modules that it imports from outside of packages.
 
     Returns:
         The strings.  None if they cannot be determined: an option's name is computed, a provider of options is in an
         installed package, or unknown options are ignored.
     """
-    own = [place for place in places if "site-packages" not in place.parts and place != _STANDARD]
-    waiting, seen, found = [script], set(), set()
-    while waiting:
-        file = waiting.pop()
+    source_directories = [
+        directory for directory in search_path if "site-packages" not in directory.parts and directory != _STANDARD
+    ]
+    pending, seen, spellings = [script], set(), set()
+    while pending:
+        file = pending.pop()
         if file in seen or not file.is_file():
             continue
-        if len(seen) == _MOST_FILES or file.stat().st_size > _MAX_SOURCE_BYTES:
+        if len(seen) == _MAX_FILES or file.stat().st_size > _MAX_SOURCE_BYTES:
             return None
         seen.add(file)
         try:
@@ -193,31 +195,31 @@ def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
             return None
         foreign = set()
         for module, names in _imports(tree):
-            if module.startswith(_KNOWN):
+            if module.startswith(_KNOWN_PACKAGES):
                 continue
-            files = [one for place in own for one in _files_of(place, module, names)]
-            waiting += files
-            if not files and any(_files_of(place, module, names) for place in places):
+            files = [path for directory in source_directories for path in _files_of(directory, module, names)]
+            pending += files
+            if not files and any(_files_of(directory, module, names) for directory in search_path):
                 foreign |= names  # a module that does not exist adds nothing
         if any(_is_computed(node, foreign) for node in ast.walk(tree)):
             return None
-        found |= set(_options(tree))
-    return frozenset(found)
+        spellings |= set(_options(tree))
+    return frozenset(spellings)
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
     """Yields imported modules, and their names, or their contents' names, in the importing module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for one in node.names:
-                yield one.name, {one.asname or one.name.partition(".")[0]}
+            for alias in node.names:
+                yield alias.name, {alias.asname or alias.name.partition(".")[0]}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, {one.asname or one.name for one in node.names}
+            yield node.module, {alias.asname or alias.name for alias in node.names}
 
 
-def _files_of(place: Path, module: str, names: set[str]) -> list[Path]:
+def _files_of(directory: Path, module: str, names: set[str]) -> list[Path]:
     """Returns the files of a module and of its submodules that are imported by name."""
-    path = place.joinpath(*module.split("."))
+    path = directory.joinpath(*module.split("."))
     candidates = [path.with_suffix(".py"), path / "__init__.py", *(path / f"{name}.py" for name in names)]
     return [file for file in candidates if file.is_file()]
 
@@ -232,9 +234,9 @@ def _is_computed(node: ast.AST, foreign: set[str]) -> bool:
     """Returns whether a node adds or ignores options that the source does not name."""
     if not isinstance(node, ast.Call):
         return False
-    if any(one.arg == "ignore_unknown_args" for one in node.keywords):
+    if any(keyword.arg == "ignore_unknown_args" for keyword in node.keywords):
         return True
     if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-        return not all(isinstance(one, ast.Constant) for one in node.args)
-    providers = [one.value for one in node.keywords if one.arg == "extra_args_provider"]
-    return any(isinstance(one, ast.Name) and one.id in foreign for value in providers for one in ast.walk(value))
+        return not all(isinstance(argument, ast.Constant) for argument in node.args)
+    providers = [keyword.value for keyword in node.keywords if keyword.arg == "extra_args_provider"]
+    return any(isinstance(name, ast.Name) and name.id in foreign for value in providers for name in ast.walk(value))

@@ -56,8 +56,8 @@ def _other_flags() -> list[Flag]:
 
 def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
     """Yields title, description and options of each section of the page of flags."""
-    box: Any = add_own_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    by_name = {action.dest.removeprefix(PREFIX): action for action in box._actions}
+    parser: Any = add_own_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    by_name = {action.dest.removeprefix(PREFIX): action for action in parser._actions}
     yield "Start", "", [by_name[name.replace("-", "_")] for name in GENERAL]
     for group in OWN_GROUPS:
         kind = group_classes()[group]
@@ -75,12 +75,12 @@ def own_parser(program: str) -> argparse.ArgumentParser:
 
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as another group; returns the parser, like Megatron-LM's providers of arguments."""
-    box = parser.add_argument_group("fault tolerance", "Snapshots, recovery, faults, and DeepSpeed's optimizer.")
-    for name, described in GENERAL.items():
+    group = parser.add_argument_group("fault tolerance", "Snapshots, recovery, faults, and DeepSpeed's optimizer.")
+    for name, arguments in GENERAL.items():
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
-            box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
+            group.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **arguments)
     for flag in own_flags():
-        _add_flag(box, flag, PREFIX + flag.name)
+        _add_flag(group, flag, PREFIX + flag.name)
     return parser
 
 
@@ -95,17 +95,17 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.off)
 
 
-def _add_flag(box: argparse._ArgumentGroup, flag: Flag, dest: str) -> None:
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag, dest: str) -> None:
     """Adds a flag to a group of a parser; the parser has no value under ``dest`` if the flag is not given."""
     text = (flag.help + _describe_default(flag)).replace("%", "%%")
     if flag.kind is bool:
-        box.add_argument(
+        group.add_argument(
             *flag.on, *flag.off, dest=dest, action=Switch, off=flag.off, help=text, default=argparse.SUPPRESS
         )
         return
     metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
-    words: dict[str, Any] = dict(nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind])
-    box.add_argument(*flag.on, dest=dest, help=text, default=argparse.SUPPRESS, **words)
+    arguments: dict[str, Any] = dict(nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind])
+    group.add_argument(*flag.on, dest=dest, help=text, default=argparse.SUPPRESS, **arguments)
 
 
 _METAVARS = {int: "N", float: "X", str: "NAME", tuple: "WORD"}

@@ -84,7 +84,7 @@ def prepared(program: StockProgram) -> tuple[MegatronConfig, StockProgram]:
     config = config_of(args, command_line.read().own)
     check_backend(config, args.distributed_backend, torch.cuda.is_available())
     check_releases(config)
-    _leave_to_vote(args, program.container)
+    _disable_local_checks(args, program.container)
     return config, program
 
 
@@ -97,8 +97,8 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _leave_to_vote(args: Any, container: Any) -> None:
-    """Turns off Megatron-LM's checks for non-finite results: the commit all-reduce checks them on all workers."""
+def _disable_local_checks(args: Any, container: Any) -> None:
+    """Turns off Megatron-LM's local checks for non-finite results, since the commit all-reduce checks all workers."""
     args.rerun_mode = "disabled"
     args.check_for_nan_in_loss_and_grad = False
     args.use_gloo_process_groups = False

@@ -48,14 +48,13 @@ def check_flags(arguments: Mapping, saved: Mapping, where: object) -> None:
         saved: flags by name; a flag that did not exist yet is absent.
         where: the checkpoint or snapshot, for the message.
     """
-    here, there = _plain(arguments), _plain(saved)
+    expected, stored = _plain(arguments), _plain(saved)
     for name in saved:
-        if there[name] != here.get(name, there[name]):
+        if stored[name] != expected.get(name, stored[name]):
             raise CheckpointError(
-                f"{where} holds another model: {dashed(name)} is {short_repr(there[name])} there, {here[name]} here. "
-                "Fix: "
-                "pass the value of the checkpoint, with --dialect moc if its command line is of the previous release, "
-                "or load another checkpoint",
+                f"{where} holds another model: {dashed(name)} is {short_repr(stored[name])} there, {expected[name]} "
+                "here. Fix: pass the value of the checkpoint, with --dialect moc if its command line is of the "
+                "previous release, or load another checkpoint",
                 code="checkpoint-of-another-model",
             )
 
@@ -100,24 +99,24 @@ def load(
     return Position(state["iteration"], state.get("consumed_samples", 0), state.get("skipped_iterations", 0))
 
 
-def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[str], None]) -> None:
+def _warn_of_other_routing(arguments: Mapping, saved: Mapping, warn: Callable[[str], None]) -> None:
     """Warns of flags whose value differs, perhaps because the command line is read in another program's dialect."""
     for name in _ROUTING if saved else ():
-        here, there = arguments.get(name), saved.get(name)
-        if here not in (there, [there]):
-            say(
-                f"WARNING: {dashed(name)} was {short_repr(there)} and is {short_repr(here)}: the model differs from "
-                "here on; --dialect moc reads command lines of the previous release"
+        current, stored = arguments.get(name), saved.get(name)
+        if current not in (stored, [stored]):
+            warn(
+                f"WARNING: {dashed(name)} was {short_repr(stored)} and is {short_repr(current)}: the model differs "
+                "from here on; --dialect moc reads command lines of the previous release"
             )
 
 
 def _load_weights(parts: WorkerParts, directory: Path) -> None:
     keys = run_on_rank0(lambda: check_metadata(directory), "cannot read a checkpoint")
-    described = contents.described_weights(parts.chunks)
-    contents.name_as_stored(described, frozenset(keys))
+    sharded_state = contents.described_weights(parts.chunks)
+    contents.name_as_stored(sharded_state, frozenset(keys))
     try:
         with restricted_unpickling():
-            loaded: Any = dist_checkpointing.load(described, str(directory))
+            loaded: Any = dist_checkpointing.load(sharded_state, str(directory))
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(
             f"the weights in {directory} do not fit this model: {first_line(error)}. Fix: pass the flags of the model "

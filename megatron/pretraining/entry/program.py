@@ -56,7 +56,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
-from megatron.pretraining.setup import alone_of, micro_batch_hooks
+from megatron.pretraining.setup import micro_batch_hooks, pipeline_substitute
 from moc.errors import warning
 from moc.fault_points import reach
 from moc.runtime.collectives import run_on_rank0, sum_over_workers
@@ -115,7 +115,7 @@ class StockProgram:
         """Builds model, optimizer and data by Megatron-LM's functions."""
         args = get_args()
         update_num_microbatches(0, consistency_check=False)
-        stop.check_set_up(world, loses=stop.may_lose(world.job))
+        stop.check_set_up(world, would_lose_state=stop.may_lose(world.job))
         phases.done("tokenizer")
         # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
@@ -134,7 +134,7 @@ class StockProgram:
         if world.device.type == "cuda" and (sentence := about_bits(config)):
             log.message(sentence)
         _correct(config, chunks, log)
-        stop.check_set_up(world, loses=stop.may_lose(world.job))
+        stop.check_set_up(world, would_lose_state=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")
         datasets = build_split_datasets(self.datasets, len(chunks), config.data.allow_changed_data, log.message)
@@ -175,18 +175,18 @@ class StockProgram:
     def schedule(self, parts: WorkerParts, topology: Topology) -> StockSchedule:
         """Returns the schedule with Megatron-LM's forward step."""
         reports = Reports(parts, topology)
-        _log_of(parts).begin(reports, topology)
+        _stock_log(parts).begin(reports, topology)
         return StockSchedule(
             reporting(self.forward_step, reports),
             parts.chunks,
             micro_batch_hooks(parts, topology),
             topology,
-            alone_of(parts),
+            pipeline_substitute(parts),
         )
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:
         """Returns the reports of the schedule's loss function."""
-        reports = _log_of(parts).reports
+        reports = _stock_log(parts).reports
         assert reports is not None  # the generation's schedule is built
         return reports
 
@@ -226,7 +226,7 @@ class StockProgram:
             ):
                 training.evaluate_and_print_results(
                     f"iteration {iteration}{suffix}",
-                    collected.of(self.forward_step),
+                    collected.collecting(self.forward_step),
                     stream.iteration(run.stepper.topology, args.consumed_valid_samples),
                     run.stepper.chunks,
                     iteration,
@@ -258,8 +258,8 @@ class StockProgram:
         """Returns the model chunks, the optimizer and the schedule of learning rates."""
         groups, provider = ProcessGroupCollection.use_mpu_process_groups(), self._provider(config, plans)
         with replaced(training, OptimizerParamScheduler=RateSchedule), refused_by_megatron():
-            for wanted, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
-                if wanted:
+            for is_enabled, engine in ((config.zero.deepspeed, deepspeed), (config.elastic.elastic, elastic)):
+                if is_enabled:
                     built: Any = engine.set_up(config, self.container, self.model_type, provider, groups)
                     break
             else:
@@ -281,7 +281,7 @@ class StockProgram:
         model, provider = getattr(self.container, "model", None), self.model_provider
 
         def prepare(chunks: list[Any]) -> list[Any]:
-            cpu.mend_experts(chunks)
+            cpu.repair_experts(chunks)
             if plans is not None:
                 elastic.place(config, chunks, plans)
             multiply_in_format(get_args(), chunks)
@@ -395,18 +395,18 @@ def _is_repeated(run: TrainingRun) -> bool:
     return False
 
 
-def _log_of(parts: WorkerParts) -> StockLog:
+def _stock_log(parts: WorkerParts) -> StockLog:
     assert isinstance(parts.log, StockLog)  # build() has made it
     return parts.log
 
 
 @contextlib.contextmanager
-def _collected_garbage(wanted: bool) -> Iterator[None]:
+def _collected_garbage(enabled: bool) -> Iterator[None]:
     """Collects garbage before and after an evaluation, as Megatron-LM's loop does."""
-    if wanted:
+    if enabled:
         gc.collect()
     yield
-    if wanted:
+    if enabled:
         gc.collect(generation=0)
 
 
@@ -419,8 +419,8 @@ def _stoppable(choose: Callable[..., Any], world: World, stop: StopRequests, **o
     schedule = choose(**options)
 
     def scheduled(**arguments: Any) -> Any:
-        alone = arguments.get("collect_non_loss_data")  # only the last worker collects data to plot
-        if not alone and sum_over_workers({"stop": float(stop.pending)}, world)["stop"]:
+        collects_plots = arguments.get("collect_non_loss_data")  # only the last worker collects data to plot
+        if not collects_plots and sum_over_workers({"stop": float(stop.pending)}, world)["stop"]:
             raise _Stopped
         return schedule(**arguments)
 
@@ -445,7 +445,7 @@ class _Losses:
     def __init__(self):
         self._sums: list[torch.Tensor] = []
 
-    def of(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    def collecting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward step, wrapped so that its reports are collected."""
 
         def step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -479,12 +479,12 @@ class _Losses:
 def _let_schedule_overlap_communication(args: Any, core_config: Any, chunks: list[Any]) -> None:
     """Gives the schedule the functions that it calls around micro batches."""
 
-    def one_or_all(functions: list[Any]) -> Any:
+    def unwrap_single(functions: list[Any]) -> Any:
         return functions if len(chunks) > 1 else functions[0]
 
     if args.overlap_grad_reduce:
-        core_config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+        core_config.no_sync_func = unwrap_single([chunk.no_sync for chunk in chunks])
         if args.align_grad_reduce:
-            core_config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
+            core_config.grad_sync_func = unwrap_single([chunk.start_grad_sync for chunk in chunks])
     if args.overlap_param_gather and args.align_param_gather:
-        core_config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
+        core_config.param_sync_func = unwrap_single([chunk.start_param_sync for chunk in chunks])

@@ -66,13 +66,13 @@ class Reports:
 
     def __init__(self, parts: WorkerParts, topology: Topology):
         self._world, self._topology = parts.world, topology
-        self._counts = parts.world.tensor_rank == 0  # tensor-parallel ranks report the same values
+        self._is_reporting = parts.world.tensor_rank == 0  # tensor-parallel ranks report the same values
         self.loss_name = ""
         self.names: list[str] | None = None
         self._sums: dict[str, torch.Tensor] = {}
         modules = [module for chunk in parts.chunks for module in chunk.modules()]
         self._routed_layers = sum(isinstance(module, BaseMoELayer) for module in modules)  # here; later on all workers
-        self._of_routers: list[str] = []
+        self._router_losses: list[str] = []
         self.load: ExpertLoad | None = None
         self._counter = LoadCounter(parts.chunks, parts.world.device, parts.config.moe.moe_pad_expert_input_to_capacity)
         self._layers: list[int] = []
@@ -83,8 +83,8 @@ class Reports:
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Adds the report of a micro batch; returns the loss's sum and weight for the commit all-reduce."""
-        (self.loss_name, loss), *others = report.items()
-        for name, value in others if self._counts else ():
+        (self.loss_name, loss), *other_reports = report.items()
+        for name, value in other_reports if self._is_reporting else ():
             pair = _sum_and_weight(value)
             self._sums[name] = self._sums[name] + pair if name in self._sums else pair
         total, weight = _sum_and_weight(loss)
@@ -96,19 +96,19 @@ class Reports:
         if self.names is None:  # stages without a loss do not know the names
             losses = [name for name in metrics if name.endswith("loss")]
             stage, layers = self._world.pipeline_rank, self._counter.layers
-            told = gather((self.loss_name, list(self._sums), losses, stage, self._routed_layers, layers))
-            self.loss_name = next((loss for loss, *_ in told if loss), "lm loss")
-            self.names = sorted({name for _, names, *_ in told for name in names})
-            self._of_routers = sorted({name for _, _, names, *_ in told for name in names})
-            self._routed_layers = sum({stage: count for *_, stage, count, _ in told}.values())
-            self._layers = sorted({layer for *_, numbers in told for layer in numbers})
+            gathered = gather((self.loss_name, list(self._sums), losses, stage, self._routed_layers, layers))
+            self.loss_name = next((loss for loss, *_ in gathered if loss), "lm loss")
+            self.names = sorted({name for _, names, *_ in gathered for name in names})
+            self._router_losses = sorted({name for _, _, names, *_ in gathered for name in names})
+            self._routed_layers = sum({stage: count for *_, stage, count, _ in gathered}.values())
+            self._layers = sorted({layer for *_, numbers in gathered for layer in numbers})
         zero = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         contribution = {}
         for name in self.names:
             total, weight = self._sums.get(name, zero)
             contribution |= {_SUM + name: total, _WEIGHT + name: weight}
         self._micro_batches = self._topology.mean_micro_batches
-        for name in self._of_routers:
+        for name in self._router_losses:
             contribution[name] = self._share(metrics[name]).sum() / self._routed_layers if name in metrics else zero[0]
         self._sums = {}
         self._counter.keep()
@@ -126,7 +126,7 @@ class Reports:
         """Returns means of reported values and routers' losses, by name, from the totals of the commit all-reduce."""
         self.load = self._counter.load(self._layers, totals[_LOAD]) if _LOAD in totals else None
         reported = {name: totals[_SUM + name] / max(totals[_WEIGHT + name], 1.0) for name in self.names or ()}
-        return reported | {name: totals[name] for name in self._of_routers}
+        return reported | {name: totals[name] for name in self._router_losses}
 
     def _share(self, entry: MetricEntry) -> torch.Tensor:
         """Scales a worker's values so that their sum over all workers is the mean.
@@ -148,10 +148,10 @@ class StockSchedule(Schedule):
         chunks: list[DistributedDataParallel],
         hooks: MicroBatchHooks,
         topology: Topology,
-        alone: P2PCommunicator | None = None,
+        communicator: P2PCommunicator | None = None,
     ):
         sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
-        super().__init__(forward_step, chunks, hooks, *sizes, alone)
+        super().__init__(forward_step, chunks, hooks, *sizes, communicator)
         self._topology = topology
 
     def sizes(self) -> dict[str, Any]:
@@ -194,8 +194,8 @@ def clear_trackers() -> None:
 
 def _sum_and_weight(value: Any) -> torch.Tensor:
     """Returns a value of a report as a sum and its weight: a mean has the weight 1."""
-    given = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
-    flat = given.double().view(-1)
+    tensor = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
+    flat = tensor.double().view(-1)
     if flat.numel() == 2:
         return flat.clone()
     if flat.numel() != 1:

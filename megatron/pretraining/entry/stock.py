@@ -75,9 +75,9 @@ def bare_chunks(container: Any, model_type: Any, provider: Callable[..., Any] | 
         provider: builds a model chunk.
         groups: Megatron-LM's collection of process groups.
     """
-    described = getattr(container, "model", None)
-    if described is not None:
-        builder = described.get_builder_cls()(described)
+    model_config = getattr(container, "model", None)
+    if model_config is not None:
+        builder = model_config.get_builder_cls()(model_config)
         return builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
     bare = training.training.get_model(provider, model_type, wrap_with_ddp=False, pg_collection=groups)
     return cast(list[Any], bare)

@@ -19,7 +19,7 @@ class Refusal(NamedTuple):
     Attributes:
         reason: a sentence's predicate, whose subject is the option.
         off: values that turn the feature off.
-        remedy: what to do instead.
+        remedy: the alternative.
     """
 
     reason: str

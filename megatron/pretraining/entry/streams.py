@@ -59,7 +59,7 @@ from moc.store.errors import CheckpointError
 
 _REFUSED = (ValueError, EOFError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError, TokenError)
 """Errors of numpy for files that hold no valid array."""
-_replacing = threading.Lock()
+_replacement_lock = threading.Lock()
 
 
 class IndexCacheError(CheckpointError):
@@ -101,10 +101,10 @@ def build_by_contents() -> None:
     for module, kind, name in kinds:
         real = getattr(kind, name)
         if not hasattr(real, "__wrapped__"):
-            setattr(kind, name, _built_here(module, real))
+            setattr(kind, name, _with_local_build(module, real))
 
 
-def _built_here(module: Any, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_local_build(module: Any, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(real)
     def build(dataset: Any) -> Any:
         directory = _directory_of(dataset)
@@ -118,7 +118,7 @@ def _built_here(module: Any, real: Callable[[Any], Any]) -> Callable[[Any], Any]
                 except (FileNotFoundError, DamagedIndexError):
                     for path in directory.glob(f"{dataset.unique_description_hash}-*.npy"):
                         remove_owned(path)
-                    return _build_alone(module, real, dataset)
+                    return _build_on_this_worker(module, real, dataset)
         except OSError as error:
             raise IndexCacheError(
                 f"the sample index cannot be cached in {directory} ({error.strerror or error}). Fix: pass "
@@ -128,8 +128,8 @@ def _built_here(module: Any, real: Callable[[Any], Any]) -> Callable[[Any], Any]
     return build
 
 
-def _build_alone(module: Any, real: Callable[[Any], Any], dataset: Any) -> Any:
-    with _replacing:
+def _build_on_this_worker(module: Any, real: Callable[[Any], Any], dataset: Any) -> Any:
+    with _replacement_lock:
         module.torch = _FirstWorker()
         try:
             return real(dataset)
@@ -153,9 +153,9 @@ def _add_contents(dataset: Any) -> None:
     if prefix is None or not identity.is_local_pair(prefix):
         return
     dataset.unique_identifiers["contents"] = vars(identity.fingerprint(prefix))
-    described = json.dumps(dataset.unique_identifiers, indent=4, default=lambda one: one.unique_identifiers)
-    dataset.unique_description = described
-    dataset.unique_description_hash = hashlib.md5(described.encode(), usedforsecurity=False).hexdigest()
+    description = json.dumps(dataset.unique_identifiers, indent=4, default=lambda value: value.unique_identifiers)
+    dataset.unique_description = description
+    dataset.unique_description_hash = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
 
 
 @contextlib.contextmanager
@@ -177,16 +177,18 @@ def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
         IndexCacheError: the directory or the file belongs to another user, or the file is no plain array.
     """
     remedy = f"remove it, or pass --data-cache-path with a directory of your own instead of {os.path.dirname(path)}"
-    for one in (Path(path).parent, Path(path)):
-        if one.stat().st_uid not in (os.geteuid(), 0):
-            raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read. Fix: {remedy}")
+    for location in (Path(path).parent, Path(path)):
+        if location.stat().st_uid not in (os.geteuid(), 0):
+            raise IndexCacheError(
+                f"{location} of the sample index belongs to another user, and is not read. Fix: {remedy}"
+            )
     try:
         with open(path, "rb") as file:
             numpy.lib.format.read_magic(file)  # refuses archives: numpy.load returns no array of them
         return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except _REFUSED as error:
-        why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
-        raise DamagedIndexError(f"{path} is no plain array ({why}). Fix: {remedy}") from None
+        reason = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
+        raise DamagedIndexError(f"{path} is no plain array ({reason}). Fix: {remedy}") from None
 
 
 def seed_by_sample() -> None:
@@ -227,7 +229,7 @@ class StockStream:
     def __init__(self, datasets: Sequence[Any], interleaved: bool, evaluates: bool, limit: TokenIdLimit | None = None):
         self._datasets, self._interleaved, self._evaluates, self._limit = datasets, interleaved, evaluates, limit
         self._readers: list[Iterator[Any] | None] = []
-        self._at: tuple[int, int, int] | None = None
+        self._position: tuple[int, int, int] | None = None
 
     @property
     def has_data(self) -> bool:
@@ -253,10 +255,10 @@ class StockStream:
         else:
             update_num_microbatches(consumed_samples, consistency_check=True)
             rounds, batch = get_num_microbatches(), get_current_global_batch_size()
-        at = topology.world.size, topology.world.data_rank, consumed_samples
-        if self._at != at:
+        position = topology.world.size, topology.world.data_rank, consumed_samples
+        if self._position != position:
             self._readers = [self._reader_at(stage, consumed_samples) for stage in range(len(self._datasets))]
-        self._at = None  # until all have been read
+        self._position = None  # until all have been read
         unread = {stage for stage, reader in enumerate(self._readers) if reader is not None}
 
         def read(stage: int) -> Iterator[Any]:
@@ -273,7 +275,7 @@ class StockStream:
                     self._limit.check(sample)
                 if number >= rounds - 1:
                     unread.discard(stage)
-                    self._at = None if unread or number >= rounds else (*at[:2], consumed_samples + batch)
+                    self._position = None if unread or number >= rounds else (*position[:2], consumed_samples + batch)
                 yield sample
 
         readers = [None if reader is None else read(stage) for stage, reader in enumerate(self._readers)]
@@ -290,21 +292,23 @@ class StockStream:
             return None
         if args.dataloader_type in ("single", "cyclic"):
             micro = self._evaluates and getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-            of_all = micro * parallel_state.get_data_parallel_world_size()
-            complete, is_cyclic = len(dataset) // of_all * of_all, args.dataloader_type == "cyclic"
+            samples_per_round = micro * parallel_state.get_data_parallel_world_size()
+            complete = len(dataset) // samples_per_round * samples_per_round
+            is_cyclic = args.dataloader_type == "cyclic"
             if self._evaluates and complete and not is_cyclic:
                 consumed_samples %= complete
             refuse(
                 not complete or (consumed_samples >= complete and not is_cyclic),
                 f"a split {'of evaluations' if self._evaluates else 'of training'} has {len(dataset)} samples, and the "
-                f"run needs {of_all} more after sample {consumed_samples}. Fix: give it more data, or train for less",
+                f"run needs {samples_per_round} more after sample {consumed_samples}. Fix: give it more data, or train "
+                "for less",
                 code="samples-too-few",
             )
             refuse(
-                is_cyclic and consumed_samples % complete % of_all,
+                is_cyclic and consumed_samples % complete % samples_per_round,
                 f"--dataloader-type cyclic cannot continue after sample {consumed_samples} with micro batches of "
-                f"{of_all} samples over all workers. Fix: continue with the micro batch size and the number of "
-                "workers of the saved run",
+                f"{samples_per_round} samples over all workers. Fix: continue with the micro batch size and the number "
+                "of workers of the saved run",
                 code="batch-not-divisible",
             )
         loader: Any = build_pretraining_data_loader(dataset, consumed_samples)
@@ -352,7 +356,7 @@ def padded_rows(args: Any) -> PaddedVocabulary:
 
 
 def build_split_datasets(
-    provider: Callable[..., Any], chunks: int, accepts_changes: bool, say: Callable[[str], None]
+    provider: Callable[..., Any], chunks: int, accepts_changes: bool, warn: Callable[[str], None]
 ) -> dict[str, tuple[Any, ...]]:
     """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.
 
@@ -360,7 +364,7 @@ def build_split_datasets(
         provider: Megatron-LM's provider of datasets.
         chunks: number of model chunks.
         accepts_changes: whether data with other contents than recorded are only reported.
-        say: function that prints a warning.
+        warn: function that prints a warning.
 
     Raises:
         ConfigError: a dataset cannot be read from any position.
@@ -378,44 +382,46 @@ def build_split_datasets(
     seed_by_sample()
     read_plainly()
     build_by_contents()
-    if problem := first_reported(_problem_of_files(accepts_changes, say) if reads else None):
+    if problem := first_reported(_problem_of_files(accepts_changes, warn) if reads else None):
         raise DataError(problem)
     by_stage = []
     for stage in range(chunks):
-        one: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
+        stage_provider: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
         if interleaved:
-            one.is_distributed = distributed
-        by_stage.append(build_train_valid_test_datasets(one) if reads else (None, None, None))
-    of_split: dict[str, tuple[Any, ...]] = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
-    for split, datasets in of_split.items():
+            stage_provider.is_distributed = distributed
+        by_stage.append(build_train_valid_test_datasets(stage_provider) if reads else (None, None, None))
+    datasets_by_split: dict[str, tuple[Any, ...]] = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
+    for split, datasets in datasets_by_split.items():
         _check_readable(split, datasets)
-    return of_split
+    return datasets_by_split
 
 
-def _problem_of_files(accepts_changes: bool, say: Callable[[str], None]) -> str | None:
+def _problem_of_files(accepts_changes: bool, warn: Callable[[str], None]) -> str | None:
     """Checks the pairs of files that Megatron-LM's flags name; datasets of other kinds and places are left out."""
     args = get_args()
     with refused_by_megatron():
         blend, by_split = get_blend_and_blend_per_split(args)
     blends = filter(None, [blend, *(by_split or ())])
-    prefixes = filter(identity.is_local_pair, dict.fromkeys(prefix for of_blend, _ in blends for prefix in of_blend))
+    prefixes = filter(
+        identity.is_local_pair, dict.fromkeys(prefix for prefixes_of_blend, _ in blends for prefix in prefixes_of_blend)
+    )
     checker = PairChecker(_tokenizer(), _token_id_limit())
     try:
         with ThreadPoolExecutor(_READERS) as pool:
-            problems = [problem for found in pool.map(checker.problems, prefixes) for problem in found]
+            problems = [problem for pair_problems in pool.map(checker.problems, prefixes) for problem in pair_problems]
     except DataError as error:
         return with_code(error)
     if problems and not accepts_changes:
         return with_code(problems[0])
     for problem in problems:
-        say(f"WARNING: {cause_of(with_code(problem))}")
+        warn(f"WARNING: {cause_of(with_code(problem))}")
     return None
 
 
 def data_identity(datasets: Mapping[str, Sequence[Any]]) -> DataIdentity | None:
     """Returns the identity of the pairs of files that megatron-core's datasets read; None if they read none."""
-    found = (source for split, of_stages in datasets.items() for source in _sources(split, of_stages))
-    sources = tuple(dict.fromkeys(found))  # virtual stages have the same
+    all_sources = (source for split, of_stages in datasets.items() for source in _sources(split, of_stages))
+    sources = tuple(dict.fromkeys(all_sources))  # virtual stages have the same
     return DataIdentity(sources, identity.vocabulary_of(_tokenizer())) if sources else None
 
 
@@ -425,8 +431,10 @@ def _sources(split: str, datasets: Iterable[Any], blends: tuple[Any, ...] = ()) 
         if isinstance(dataset, BlendedDataset):
             yield from _sources(split, dataset.datasets, (*blends, dataset))
         elif _is_pair(dataset):
-            prefix, found = dataset.dataset.path_prefix, (dataset, *blends)
-            arrays = [array for one in found for name in _INDICES if (array := getattr(one, name, None)) is not None]
+            prefix, owners = dataset.dataset.path_prefix, (dataset, *blends)
+            arrays = [
+                array for owner in owners for name in _INDICES if (array := getattr(owner, name, None)) is not None
+            ]
             order = identity.digest_of_samples(arrays) if arrays else None
             yield Source(split, prefix, identity.fingerprint(prefix), order)
 

@@ -94,7 +94,7 @@ def refuse_early(
     values, read = parsed
     problems = early_problems(values, read, defaults or _OF_SCRIPTS, Workers(*workers))
     if problems.found:
-        lines = dict.fromkeys(f"{name}: error: {with_code(one)}" for one in problems.found)
+        lines = dict.fromkeys(f"{name}: error: {with_code(problem)}" for problem in problems.found)
         print_lines(*lines, error=True, flush=True)
         sys.exit(2)
     own = converted(read.own)
@@ -104,14 +104,14 @@ def refuse_early(
 
 def parse_early(script: str, arguments: Sequence[str]) -> tuple[Any, CommandLine] | None:
     """Returns Megatron-LM's arguments and the command line; None if its options or the script's are not known."""
-    places = [Path(script).resolve().parent, *map(Path, sys.path)]
-    of_megatron, of_script = options.remembered(places), options_in(Path(script), places)
-    if not of_megatron or of_script is None:
+    search_path = [Path(script).resolve().parent, *map(Path, sys.path)]
+    megatron_options, script_options = options.remembered(search_path), options_in(Path(script), search_path)
+    if not megatron_options or script_options is None:
         return None
-    ours = own_parser(script)._option_string_actions.keys()
-    parser = options.parser_of(of_megatron, of_script - (ours - {f"--{option}" for option in GENERAL}))
-    known = {spelling for option in of_megatron for spelling in option.spellings}
-    command_line.prepared(add_own_flags(parser), of_script - known - ours)
+    own_options = own_parser(script)._option_string_actions.keys()
+    parser = options.parser_of(megatron_options, script_options - (own_options - {f"--{option}" for option in GENERAL}))
+    known_spellings = {spelling for option in megatron_options for spelling in option.spellings}
+    command_line.prepared(add_own_flags(parser), script_options - known_spellings - own_options)
     return parser.parse_args(arguments), command_line.read()
 
 
@@ -151,16 +151,16 @@ def early_problems(
         config = _check_together(values, read, None if read.concealed else workers, problems)
         if config and not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
-    problems.found = [*read.problems, *_of_known_values(problems.found[len(read.problems) :], read.concealed)]
+    problems.found = [*read.problems, *_without_concealed(problems.found[len(read.problems) :], read.concealed)]
     if workers and not problems.found:
-        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.most)
+        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.max_nodes)
     return problems
 
 
-def _of_known_values(problems: Sequence[ConfigError], concealed: Collection[str]) -> list[ConfigError]:
+def _without_concealed(problems: Sequence[ConfigError], concealed: Collection[str]) -> list[ConfigError]:
     """Returns the problems that name no option whose value is not readable, and which has its default until then."""
     names = "|".join(re.escape(dashed(name.removeprefix(PREFIX))) for name in concealed)
-    return [one for one in problems if not names or not re.search(rf"({names})(?![\w-])", str(one))]
+    return [problem for problem in problems if not names or not re.search(rf"({names})(?![\w-])", str(problem))]
 
 
 def _check_together(
@@ -169,7 +169,7 @@ def _check_together(
     """Adds the problems of combinations; returns the configuration, unless only Megatron-LM can determine it."""
     if read.own.get("elastic"):
         complete_elastic(values, read.named)
-    size = workers.most * workers.per_node if workers else 1
+    size = workers.max_nodes * workers.per_node if workers else 1
     has_batch = not workers or problems.check(complete_batch, values, read.given, size)
     config = check_parsed(values, read.own, problems)
     if config is None or values.step_batch_size_schedule or not has_batch:

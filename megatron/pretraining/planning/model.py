@@ -71,6 +71,6 @@ def meta_operators(config: Any, model: str | None, vocab_size: int | None = None
     return [*import_module("megatron.pretraining.entry.meta").operators_on_meta(config, rows)]
 
 
-def refused_all(program: str, error: Exception) -> int:
+def report_problems(program: str, error: Exception) -> int:
     """Prints each problem of an error as a line, and returns the exit status of the program."""
-    return max(refused(program, one) for one in getattr(error, "problems", (error,)))
+    return max(refused(program, problem) for problem in getattr(error, "problems", (error,)))

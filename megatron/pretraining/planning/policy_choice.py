@@ -82,7 +82,7 @@ def chosen(
         raise ToolError(
             "--explain-k chooses numbers of experts. Fix: take a model that has some", code="model-without-experts"
         )
-    run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
+    run, mtbf_s = _assumed_run(args, config, operators, layout, state), 3600 * args.mtbf_hours
     if args.replicas is not None and not 1 <= args.replicas < run.nodes:
         raise ToolError(
             f"--replicas is {args.replicas}. Fix: give a number from 1 to {run.nodes - 1}, the other nodes",
@@ -95,7 +95,7 @@ def chosen(
         plt_by_policy={
             name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
         },
-        policies=tuple(name for name in names if _with(config, name, run.tier) is not None),
+        policies=tuple(name for name in names if _with_policy(config, name, run.tier) is not None),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
@@ -103,22 +103,26 @@ def chosen(
 
 def explained(run: Running, plan: PolicyChoice) -> list[str]:
     """Formats the choice and the runners-up as lines."""
-    lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.alternatives)]
+    lines = [f"{candidate.name}: {_format_figures(candidate)}" for candidate in (plan.best, *plan.alternatives)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
     return [*lines, "", *sentences(plan.reason), "", f"{flags} {tier}"]
 
 
-def told(run: Running, plan: PolicyChoice) -> dict:
+def policy_report(run: Running, plan: PolicyChoice) -> dict:
     """Returns the choice and the runners-up for JSON."""
-    found = {
-        one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes}
-        for one in (plan.best, *plan.alternatives)
+    policies = {
+        candidate.name: {"ettr": candidate.ettr, "plt": candidate.plt, "host_bytes": candidate.host_bytes}
+        for candidate in (plan.best, *plan.alternatives)
     }
-    return {"flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier}, "reason": plan.reason, "policies": found}
+    return {
+        "flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier},
+        "reason": plan.reason,
+        "policies": policies,
+    }
 
 
-def _with(config: Config, policy: str, tier: str) -> Config | None:
+def _with_policy(config: Config, policy: str, tier: str) -> Config | None:
     """Returns the configuration with this policy and tier; None if the training flags do not allow it."""
     try:
         return config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
@@ -128,27 +132,27 @@ def _with(config: Config, policy: str, tier: str) -> Config | None:
 
 def _gradients(config: Config, tier: str) -> bool:
     """Returns whether the training flags allow gradients in place of state with this tier."""
-    job = _with(config, AUTO, tier)
+    job = _with_policy(config, AUTO, tier)
     return job is not None and may_save_gradients(job)
 
 
-def _figures(found: Candidate) -> str:
-    lost = f", PLT {100 * found.plt:.2g} %" if found.plt else ""
-    return f"ETTR {found.ettr:.3f}{lost}, {found.host_bytes / 1e9:,.1f} GB of a node's memory"
+def _format_figures(candidate: Candidate) -> str:
+    lost = f", PLT {100 * candidate.plt:.2g} %" if candidate.plt else ""
+    return f"ETTR {candidate.ettr:.3f}{lost}, {candidate.host_bytes / 1e9:,.1f} GB of a node's memory"
 
 
-def _running(
+def _assumed_run(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> Running:
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
-    found, nodes = figures("--explain-policy", names, args, config, operators, layout)
+    measured, nodes = figures("--explain-policy", names, args, config, operators, layout)
     tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
     saved = saved_by_rules(operators, layout, state, _gradients(config, tier))
-    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **found)
+    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **measured)
 
 
 def figures(
-    asking: str,
+    requesting_flag: str,
     names: Sequence[str],
     args: argparse.Namespace,
     config: Config,
@@ -158,7 +162,7 @@ def figures(
     """Returns the figures from measurements or the cluster's data, in seconds and bytes per second, and the node count.
 
     Args:
-        asking: the flag that needs the figures.
+        requesting_flag: the flag that needs the figures.
         names: names of the needed figures.
         args: the parsed flags.
         config: the model's configuration.
@@ -169,13 +173,13 @@ def figures(
         ToolError: a figure is missing, or there are more nodes than ranks.
     """
     cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
-    found = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
+    measured = {} if cluster is None else _figures_of_cluster(args, config, operators, layout, cluster)
     for name, (flag, unit) in _FLAGS.items():
         if getattr(args, flag) is not None:
-            found[name] = unit * getattr(args, flag)
-        elif name not in found and name in names:
+            measured[name] = unit * getattr(args, flag)
+        elif name not in measured and name in names:
             raise ToolError(
-                f"{asking} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
+                f"{requesting_flag} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
                 code="flag-needs-another",
             )
     nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
@@ -183,19 +187,19 @@ def figures(
         raise ToolError(
             f"--nodes is {nodes}. Fix: give a number from 1 to {layout.world}, the ranks", code="value-out-of-range"
         )
-    return found, nodes
+    return measured, nodes
 
 
-def _by_sheet(
+def _figures_of_cluster(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster
 ) -> dict[str, float]:
-    found = {
+    measured = {
         "copy_rate": cluster.host_bandwidth,
         "write_rate": cluster.storage_bandwidth / cluster.gpus,
         "replicate_rate": cluster.inter_bandwidth,
     }
     if args.iteration_s is not None:
-        return found | {"forward_backward_s": args.iteration_s}
+        return measured | {"forward_backward_s": args.iteration_s}
     work = Work(
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
@@ -205,4 +209,4 @@ def _by_sheet(
         pipelines=max(1, layout.world // (layout.tp * layout.pp * layout.ep)),
     )
     timing = estimate(operators, layout, cluster, work)
-    return found | {"iteration_s": timing.iteration_s, "forward_backward_s": timing.forward_backward_s}
+    return measured | {"iteration_s": timing.iteration_s, "forward_backward_s": timing.forward_backward_s}

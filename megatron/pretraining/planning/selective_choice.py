@@ -33,7 +33,7 @@ from moc.sharding import ParallelLayout
 from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
-_SKIPPED = 10
+_WARM_UP_ITERATIONS = 10
 """Minimum number of first iterations of a recording that do not count: few tokens are at risk after a full snapshot."""
 
 _BYTES_OF_NUMBER, _SMALL = 8, 1 << 16
@@ -42,7 +42,7 @@ _UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error),
 )
 """Errors of zipfile and numpy for files that they cannot read."""
-_EXPECTED = "tokens[iterations, layers, experts] in .npz"
+_EXPECTED_FORMAT = "tokens[iterations, layers, experts] in .npz"
 
 
 @dataclass(frozen=True)
@@ -187,30 +187,30 @@ def chosen(
         raise refusal
     if not args.explain_selective:
         return None
-    if not any(one.expert_id for one in operators):
+    if not any(operator.expert_id for operator in operators):
         raise ToolError(
             "--explain-selective chooses among experts. Fix: take a model that has some", code="model-without-experts"
         )
     needed = ["iteration_s", "forward_backward_s", "copy_rate", *_RATES.get(args.tier, ())]
-    found, nodes = figures("--explain-selective", needed, args, config, operators, layout)
+    measured, nodes = figures("--explain-selective", needed, args, config, operators, layout)
     replicas = _replicas(args, nodes)
-    found = {name: found[name] for name in needed}
-    if not min(found.values()) > 0 or found["forward_backward_s"] > found["iteration_s"]:
+    measured = {name: measured[name] for name in needed}
+    if not min(measured.values()) > 0 or measured["forward_backward_s"] > measured["iteration_s"]:
         raise ToolError(
             "a rate or a time is not above 0, or --forward-backward-s is above --iteration-s. Fix: correct the figures",
             code="value-out-of-range",
         )
-    asked = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
-    own = POLICIES[Selective.name].settings(asked, job_shape(config))
-    own = {name: own[name] for name in ("tier", "gradients", "no_gradients")}
-    policy = Selective(operators, SelectiveTuner(measurements=found), **own)
-    of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))
-    policy.on_sizes(SizesByRules(operators, layout, state, of_rank, replicas, zero))
+    snapshot = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
+    settings = POLICIES[Selective.name].settings(snapshot, job_shape(config))
+    settings = {name: settings[name] for name in ("tier", "gradients", "no_gradients")}
+    policy = Selective(operators, SelectiveTuner(measurements=measured), **settings)
+    node_of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))
+    policy.on_sizes(SizesByRules(operators, layout, state, node_of_rank, replicas, zero))
     loads = None if args.routing is None else read_routing(args.routing)
     pipelines = max(1, layout.world // (layout.tp * layout.pp * layout.ep))
     micro_batches = args.global_batch // (args.micro_batch * pipelines)
     share = bubble_share(layout.pp, max(1, micro_batches), layout.vpp)
-    return _choice(policy, found, share, loads)
+    return _choice(policy, measured, share, loads)
 
 
 _RATES = {"peers": ("replicate_rate",), "disk": ("write_rate",)}
@@ -257,10 +257,10 @@ def _replicas(args: argparse.Namespace, nodes: int) -> int:
 
 
 def _choice(
-    policy: Selective, found: Mapping[str, float], share: float, loads: list[CountsByLayer] | None
+    policy: Selective, measured: Mapping[str, float], share: float, loads: list[CountsByLayer] | None
 ) -> SelectiveChoice:
     """Evaluates the policy, which has the sizes; ``share`` is the bubbles' share of forward and backward."""
-    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.schedule.snapshot_interval
+    sizes, limits, interval = policy.sizes[0], policy.limits(), policy.schedule.snapshot_interval
     numbers = policy.num_experts
     layers, num_experts = len(numbers), max(numbers.values())
 
@@ -274,34 +274,36 @@ def _choice(
     assert isinstance(tuner, SelectiveTuner) and tuner.local_bytes is not None
     remote = tuner.remote_bytes(policy.tier)
     equal = {layer: [1] * count for layer, count in numbers.items()}
-    gradient = None if apart > 1 or not policy.gradients else 1 / sizes.gradient_ratio(min(sizes.gradients))
-    every = "--selective-gradients on needs a snapshot in each iteration" if apart > 1 and policy.gradients else None
-    bubble_s = share * found["forward_backward_s"]
-    least = sizes.least_rank_bytes
-    copied = min(tuner.affordable_bytes(least, apart) or least, max(sizes.full_bytes_by_rank.values()))
-    hidden = found["copy_rate"] * found["forward_backward_s"]
-    of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
+    gradient = None if interval > 1 or not policy.gradients else 1 / sizes.gradient_ratio(min(sizes.gradients))
+    no_gradients = (
+        "--selective-gradients on needs a snapshot in each iteration" if interval > 1 and policy.gradients else None
+    )
+    bubble_s = share * measured["forward_backward_s"]
+    least_bytes = sizes.least_rank_bytes
+    copied = min(tuner.affordable_bytes(least_bytes, interval) or least_bytes, max(sizes.full_bytes_by_rank.values()))
+    hidden = measured["copy_rate"] * measured["forward_backward_s"]
+    hidden_share = min(1.0, bubble_s * measured["copy_rate"] / copied)
     return SelectiveChoice(
         tier=policy.tier,
         replicas=sizes.replicas,
         local=Budget(tuner.local_bytes, experts("local")),
-        remote=None if remote is None else Budget(remote * apart, experts("remote")),
+        remote=None if remote is None else Budget(remote * interval, experts("remote")),
         dense_bytes=sizes.dense.get(busiest, 0),
         expert_bytes=expert,
         num_experts=num_experts,
         layers=layers,
         experts=number,
-        interval=apart,
-        stall_s=max(0.0, copied - hidden) / found["copy_rate"],
+        interval=interval,
+        stall_s=max(0.0, copied - hidden) / measured["copy_rate"],
         snapshot_bytes=dense + number / num_experts * all_experts,
         full_bytes=dense + all_experts,
         max_age=policy.max_expert_age,
-        equally_busy=steady_risk_per_layer([equal], number * layers, apart),
-        copy_s=copied / found["copy_rate"],
-        hidden_s=found["forward_backward_s"],
+        equally_busy=steady_risk_per_layer([equal], number * layers, interval),
+        copy_s=copied / measured["copy_rate"],
+        hidden_s=measured["forward_backward_s"],
         gradient=gradient,
-        no_gradients=policy.no_gradients or every,
-        bubbles=BubbleEstimate(share, bubble_s, of_copy) if share else None,
+        no_gradients=policy.no_gradients or no_gradients,
+        bubbles=BubbleEstimate(share, bubble_s, hidden_share) if share else None,
         routing=None if loads is None else _replayed(policy, loads, number / num_experts, gradient),
     )
 
@@ -311,21 +313,22 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
     layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
     scaled = [num_experts] * layers != list(numbers.values())
     if scaled:
-        places = [(layer, expert) for layer in range(layers) for expert in range(num_experts)]
-        total = max(1, round(share * len(places)))
-        limits = [count_limit(places, total)]
+        experts = [(layer, expert) for layer in range(layers) for expert in range(num_experts)]
+        total = max(1, round(share * len(experts)))
+        limits = [count_limit(experts, total)]
         sizes = equal_sizes(loads[0], gradient or 1.0)
-        cheaper = [sizes.total_limit(total * sizes.largest_expert)]
+        gradient_limits = [sizes.total_limit(total * sizes.largest_expert)]
     else:
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
-        sizes, cheaper = policy.sizes[0], limits
-    apart = policy.schedule.snapshot_interval
-    skipped = max(_SKIPPED, len(loads) // 2)
-    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, skipped)
-    max_age = policy.max_age or default_max_age(layers * num_experts, apart, limits, gradients=False)
+        sizes, gradient_limits = policy.sizes[0], limits
+    interval = policy.schedule.snapshot_interval
+    skipped = max(_WARM_UP_ITERATIONS, len(loads) // 2)
+    chained = None if gradient is None else replay_chains(loads, gradient_limits, sizes, policy.max_expert_age, skipped)
+    max_age = policy.max_age or default_max_age(layers * num_experts, interval, limits, gradients=False)
     risks = {
-        name: replay_loads(loads, choose, apart, skipped) for name, choose in selection_rules(limits, max_age).items()
+        name: replay_loads(loads, choose, interval, skipped)
+        for name, choose in selection_rules(limits, max_age).items()
     }
     return ReplayedLoads(
         shape=(len(loads), layers, num_experts),
@@ -333,7 +336,7 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         experts=total / layers,
         scaled=scaled,
         rules=risks,
-        steady_risk=steady_risk_per_layer(loads[skipped:], total, apart),
+        steady_risk=steady_risk_per_layer(loads[skipped:], total, interval),
         gradients=chained,
     )
 
@@ -367,16 +370,17 @@ def read_routing(path: str) -> list[CountsByLayer]:
         ) from error
     except KeyError as error:
         raise ToolError(
-            f"--routing {path} has no array called tokens. Fix: give {_EXPECTED}", code="routing-malformed"
+            f"--routing {path} has no array called tokens. Fix: give {_EXPECTED_FORMAT}", code="routing-malformed"
         ) from error
     except _UNREADABLE as error:
         raise ToolError(
-            f"--routing {path} holds no numbers. Fix: give {_EXPECTED}", code="routing-malformed"
+            f"--routing {path} holds no numbers. Fix: give {_EXPECTED_FORMAT}", code="routing-malformed"
         ) from error
     shape = "x".join(map(str, tokens.shape))
     if tokens.ndim != 3 or 0 in tokens.shape or tokens.dtype.kind not in "iu":
         raise ToolError(
-            f"--routing {path}: tokens is {shape} of {tokens.dtype}. Fix: give {_EXPECTED}", code="routing-malformed"
+            f"--routing {path}: tokens is {shape} of {tokens.dtype}. Fix: give {_EXPECTED_FORMAT}",
+            code="routing-malformed",
         )
     if _BYTES_OF_NUMBER * math.prod(tokens.shape[:2]) + tokens.size > size + _SMALL:
         raise ToolError(
@@ -384,10 +388,10 @@ def read_routing(path: str) -> list[CountsByLayer]:
             "not compress",
             code="routing-malformed",
         )
-    if len(tokens) <= _SKIPPED:
+    if len(tokens) <= _WARM_UP_ITERATIONS:
         raise ToolError(
-            f"--routing {path} has {counted(len(tokens), 'iteration')}, and the first {_SKIPPED} do not count. "
-            "Fix: record a longer run",
+            f"--routing {path} has {counted(len(tokens), 'iteration')}, and the first {_WARM_UP_ITERATIONS} do not "
+            "count. Fix: record a longer run",
             code="routing-malformed",
         )
     if tokens.min() < 0:
@@ -400,14 +404,16 @@ def explained(choice: SelectiveChoice) -> list[str]:
     every = "in every iteration" if choice.interval == 1 else f"every {choice.interval} iterations"
     share = choice.snapshot_bytes / choice.full_bytes
     lines = [
-        f"selective: S {_of(choice.experts, choice)}, {every}",
+        f"selective: S {_share_of_experts(choice.experts, choice)}, {every}",
         f"B_local {_gb(choice.local.nbytes)} of a rank during forward and backward: S_local {choice.local.experts:.3g}",
     ]
     if choice.remote is not None:
-        until = "an iteration" if choice.interval == 1 else f"{choice.interval} iterations"
-        who = f"received by a node ({choice.replicas} copies of each)" if choice.replicas else "written by a rank"
-        who = who.replace("(1 copies", "(1 copy")
-        lines.append(f"B_remote {_gb(choice.remote.nbytes)} {who} in {until}: S_remote {choice.remote.experts:.3g}")
+        period = "an iteration" if choice.interval == 1 else f"{choice.interval} iterations"
+        transfer = f"received by a node ({choice.replicas} copies of each)" if choice.replicas else "written by a rank"
+        transfer = transfer.replace("(1 copies", "(1 copy")
+        lines.append(
+            f"B_remote {_gb(choice.remote.nbytes)} {transfer} in {period}: S_remote {choice.remote.experts:.3g}"
+        )
     lines.append(
         f"The busiest rank saves {choice.dense_bytes / 1e6:,.1f} MB of dense operators, "
         f"and {choice.expert_bytes / 1e6:,.1f} MB for an expert."
@@ -447,8 +453,8 @@ def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
     yield f"{'rule':<{width}}  at risk (MLT / L)  MLT (eq. 6)  oldest"
     for name, risk in routing.rules.items():
         yield f"{name:<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
-    at_best, whole = routing.steady_risk, routing.steady_risk * layers
-    yield f"{'steady state, at best':<{width}}  {at_best:17.3f}  {whole:11.2f}"
+    steady_risk, total_risk = routing.steady_risk, routing.steady_risk * layers
+    yield f"{'steady state, at best':<{width}}  {steady_risk:17.3f}  {total_risk:11.2f}"
     if (chained := routing.gradients) is not None:
         risk = chained.risk
         yield f"{'with gradients':<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
@@ -460,7 +466,7 @@ def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
     )
 
 
-def _of(experts: float, choice: SelectiveChoice) -> str:
+def _share_of_experts(experts: float, choice: SelectiveChoice) -> str:
     return f"{experts:.3g} of {choice.num_experts} experts of each layer"
 
 

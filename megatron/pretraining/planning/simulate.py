@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, report_problems
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, check_output, escapes_output, number, print_lines
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
             return _reproduce(args.reproduce, args.json)
         _simulate(args, model_flags)
     except (ValueError, OSError, ToolError) as error:
-        return refused_all("simulate", error)
+        return report_problems("simulate", error)
     return 0
 
 
@@ -266,11 +266,14 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         window=args.window,
         replicas=args.replicas,
     )
-    chosen = None
+    choice = None
     if args.policy == "auto":
         host = args.host_memory_gb and args.host_memory_gb * 1e9
-        chosen = plan(setup, options.mtbf_s, PlanLimits(args.exact_only, host, args.plt_limit))
-        runs = {found.name: (found.saving.name, found.options) for found in (chosen.best, *chosen.alternatives)}
+        choice = plan(setup, options.mtbf_s, PlanLimits(args.exact_only, host, args.plt_limit))
+        runs = {
+            candidate.name: (candidate.saving.name, candidate.options)
+            for candidate in (choice.best, *choice.alternatives)
+        }
     else:
         runs = {name: (name, options) for name in _policies(args.policy)}
     job = SimulatedJob(
@@ -284,13 +287,15 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         available=available,
         seed=args.seed,
     )
-    results = {title: _runs(setup, job, faults, *how, args.runs) for title, how in runs.items()}
-    means = {title: mean_of(some) for title, some in results.items()}
+    results = {
+        title: _runs(setup, job, faults, *policy_and_options, args.runs) for title, policy_and_options in runs.items()
+    }
+    means = {title: mean_of(results_of_policy) for title, results_of_policy in results.items()}
     if args.csv:
         tables.write_csv(args.csv, means)
     if args.plot:
-        tables.plot(args.plot, {title: some[0] for title, some in results.items()})
-    tables.print_run(setup, faults, job, means, chosen, args.json)
+        tables.plot(args.plot, {title: results_of_policy[0] for title, results_of_policy in results.items()})
+    tables.print_run(setup, faults, job, means, choice, args.json)
 
 
 def _runs(setup: Setup, job: SimulatedJob, faults: Faults, name: str, options: Options, count: int) -> list[Result]:
@@ -298,7 +303,7 @@ def _runs(setup: Setup, job: SimulatedJob, faults: Faults, name: str, options: O
         name, setup = name.removesuffix(_SHRINKS), dataclasses.replace(setup, shrinks=True)
     policy = POLICIES[name]
     jobs = (dataclasses.replace(job, seed=job.seed + number) for number in range(count))
-    return [simulate(one, faults, policy(setup, options)) for one in jobs]
+    return [simulate(seeded_job, faults, policy(setup, options)) for seeded_job in jobs]
 
 
 def _policies(text: str) -> list[str]:
@@ -324,16 +329,16 @@ def _micro_batch(config: Any, model_flags: Sequence[str], layout: ParallelLayout
 
 
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
-    whole = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
-    config = config_of(args.model, [*whole, *model_flags], tp=args.tp, ep=args.ep)
+    defaults = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
+    config = config_of(args.model, [*defaults, *model_flags], tp=args.tp, ep=args.ep)
     operators = meta_operators(config, args.model, args.vocab_size)
     cluster = _cluster(args)
     layout = _layout(args, config, cluster.gpus)
     of_pipeline = layout.tp * layout.pp * layout.ep
     pipelines = max(1, cluster.gpus // of_pipeline)
-    before = max(1, cluster_named(args.cluster).gpus // of_pipeline) if args.scale_to else pipelines
+    pipelines_before = max(1, cluster_named(args.cluster).gpus // of_pipeline) if args.scale_to else pipelines
     work = Work(
-        global_batch=args.global_batch * pipelines // before,  # each pipeline's work does not change
+        global_batch=args.global_batch * pipelines // pipelines_before,  # each pipeline's work does not change
         micro_batch=args.micro_batch or _micro_batch(config, model_flags, layout),
         seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
@@ -342,12 +347,14 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     )
     timing = _timing(args, operators, layout, cluster, work)
     total = math.ceil(3600 * args.hours / timing.iteration_s)
-    own = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
+    settings = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
     if args.routing is not None:
-        own["loads"] = read_routing(args.routing)
+        settings["loads"] = read_routing(args.routing)
     nodes = cluster.nodes
-    own["members"] = VaryingNodes(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
-    return Setup(operators, layout, cluster, timing, work, **own)
+    settings["members"] = VaryingNodes(
+        -(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait
+    )
+    return Setup(operators, layout, cluster, timing, work, **settings)
 
 
 def _layout(args: argparse.Namespace, config: Any, world: int) -> ParallelLayout:
@@ -373,13 +380,13 @@ def _program(args: argparse.Namespace) -> RecoveryCosts | None:
     """Returns measured costs of this program's recovery, with ``--ways program``; otherwise None."""
     if args.ways == "papers":
         return None
-    seen = read_profile(args.profile).recoveries if args.profile else ()
-    if not seen:
+    recoveries = read_profile(args.profile).recoveries if args.profile else ()
+    if not recoveries:
         raise ToolError(
             "--ways program takes its times from a run. Fix: add --profile with the log of a run that lost workers",
             code="flag-needs-another",
         )
-    return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes lost together do not share processors
+    return dataclasses.replace(fitted(recoveries), more_s=0.0)  # nodes lost together do not share processors
 
 
 def _elastic(args: argparse.Namespace, faults: Faults) -> ElasticSettings:
@@ -409,8 +416,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.profile:
         measured = read_profile(args.profile)
         changes |= {"host_bandwidth": measured.host_bandwidth, "storage_bandwidth": measured.storage_bandwidth}
-    given = {field: getattr(args, f"{name}_gbs") for name, (field, _) in _RATES.items()}
-    changes |= {field: 1e9 * gbs for field, gbs in given.items() if gbs is not None}
+    rates = {field: getattr(args, f"{name}_gbs") for name, (field, _) in _RATES.items()}
+    changes |= {field: 1e9 * gbs for field, gbs in rates.items() if gbs is not None}
     changes |= {"detect_s": args.detect, "restart_s": args.restart}
     return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
-from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, report_problems
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import candidate_expert_counts, sequential_experts
@@ -90,26 +90,26 @@ def main(argv: list[str] | None = None) -> int:
     args, model_flags = build_parser().parse_known_args(argv)
     try:
         plan = _plan(args, model_flags)
-        rows = [plan.row(k) for k in plan.rows_wanted()]
+        rows = [plan.row(k) for k in plan.row_expert_counts()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy or args.explain_k else None
         selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
-        return refused_all("plan_checkpoint", error)
+        return report_problems("plan_checkpoint", error)
     if args.json:
-        told = {
+        report = {
             "rows": [row.to_dict() for row in rows],
             "ranks": ranks,
-            "policy": policy and policy_choice.told(*policy),
+            "policy": policy and policy_choice.policy_report(*policy),
         }
-        told |= {"explain_selective": selective and asdict(selective)}
-        print_json(plan.facts() | told)
+        report |= {"explain_selective": selective and asdict(selective)}
+        print_json(plan.facts() | report)
     else:
-        more = [_rank_table(plan, ranks)] if ranks else []
-        more += [policy_choice.explained(*policy)] if policy else []
-        more += [selective_choice.explained(selective)] if selective else []
+        blocks = [_rank_table(plan, ranks)] if ranks else []
+        blocks += [policy_choice.explained(*policy)] if policy else []
+        blocks += [selective_choice.explained(selective)] if selective else []
         print_lines(*_title(plan))
-        for block in (_table(rows), *more):
+        for block in (_table(rows), *blocks):
             print_lines("", *block)
     return 0
 
@@ -219,7 +219,7 @@ class SizePlan:
         """Numbers of the layers with experts."""
         return sorted({o.expert_id[0] for o in self.operators if o.expert_id is not None})
 
-    def rows_wanted(self) -> list[int | None]:
+    def row_expert_counts(self) -> list[int | None]:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
         return [*candidate_expert_counts(self.num_experts), None]
 
@@ -238,8 +238,8 @@ class SizePlan:
     def _chosen(self, k: int) -> set[str]:
         return {
             f"layers.{layer}.expert.{expert}"
-            for place, layer in enumerate(self.moe_layers)
-            for expert in sequential_experts(self.checkpoint, place, k, self.num_experts, self.layout.ep)
+            for index, layer in enumerate(self.moe_layers)
+            for expert in sequential_experts(self.checkpoint, index, k, self.num_experts, self.layout.ep)
         }
 
     def row(self, k: int | None) -> Row:

@@ -39,17 +39,17 @@ class CoreError(UserError, RuntimeError):
 
 def check_core() -> None:
     """Checks the version that ``megatron.core`` would be imported from; raises CoreError if unsupported or missing."""
-    found = find_spec("megatron.core")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
         raise CoreError(f"megatron-core is not installed. Fix: pip install '{WANTED}'")
     if unchecked():
         return
-    directory = Path(next(iter(found.submodule_search_locations)))
+    directory = Path(next(iter(spec.submodule_search_locations)))
     version = version_in(directory)
     if version is None or not OLDEST <= version < BEFORE:
-        described = "unknown" if version is None else ".".join(map(str, version))
+        version_text = "unknown" if version is None else ".".join(map(str, version))
         raise CoreError(
-            f"megatron.core is taken from {directory}, whose version is {described}: this program needs {WANTED}. "
+            f"megatron.core is taken from {directory}, whose version is {version_text}: this program needs {WANTED}. "
             f"Fix: if that is a checkout of Megatron-LM, take {directory.parent.parent} off PYTHONPATH, or run scripts "
             f"of its release core_v{'.'.join(map(str, OLDEST[:2]))}.0; otherwise pip install '{WANTED}'"
         )

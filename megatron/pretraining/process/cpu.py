@@ -125,7 +125,7 @@ class _Event:
         return 0.0
 
 
-def _answering(value=None):
+def _returning(value=None):
     return lambda *args, **kwargs: value
 
 
@@ -160,14 +160,14 @@ def _set_rng_state(new_state, device=None, graph_safe=False):
 def _redirect_torch_cuda() -> None:
     cuda = torch.cuda
     cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = cuda.default_stream = _answering(_Stream())
+    cuda.current_stream = cuda.default_stream = _returning(_Stream())
     cuda.stream = lambda stream: contextlib.nullcontext(stream)
-    cuda.current_device = _answering(_CPU)
+    cuda.current_device = _returning(_CPU)
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
-        setattr(cuda, name, _answering())
+        setattr(cuda, name, _returning())
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _answering(0))
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _answering()
+        setattr(cuda, name, _returning(0))
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _returning()
     modules: tuple[Any, ...] = (cuda, cuda.random)
     for module in modules:
         module.get_rng_state = _get_rng_state

@@ -15,17 +15,17 @@ from moc.runtime.job import Job
 
 def inject_faults(config: Config, job: Job) -> None:
     """Arms the faults that the flags name; raises ConfigError if they name workers that do not exist."""
-    if not config.faults.wanted:
+    if not config.faults.is_enabled:
         return
     faults = config.faults.planned(job.size, train_iterations(config, job.size))
     check_faults(faults, job.size)
     assert config.logging.log_dir is not None  # required by the fault flags
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 
-    def tell(what: dict) -> None:
+    def record(event: dict) -> None:
         events = EventLog(directory)  # opened here, since rank 0 owns the run's event log
-        events.write("inject", **what)  # a completed write survives the process
+        events.write("inject", **event)  # a completed write survives the process
         events.close()
-        print_lines("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**what), flush=True)
+        print_lines("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**event), flush=True)
 
-    on_reach(Injector(faults, job.rank, node, directory / "injected", tell).reached)
+    on_reach(Injector(faults, job.rank, node, directory / "injected", record).reached)

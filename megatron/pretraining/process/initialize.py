@@ -21,7 +21,7 @@ from megatron.pretraining.config import (
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.nodes import (
-    goes_on_in_process,
+    continues_in_process,
     parts_of_model,
     per_node,
     workers_of_job,
@@ -52,9 +52,9 @@ def take_parts(config: Config, job: Job) -> None:
         ConfigError: the flags do not fit the number of workers.
     """
     job.nodes_per_model = parts_of_model(config)
-    at_once = job.nodes_per_model * per_node()  # the job connects a multiple of the workers of one model copy
+    workers_per_copy = job.nodes_per_model * per_node()  # the job connects a multiple of the workers of one model copy
     workers = job.size - len(job.partial_model_parts) * per_node()
-    workers = workers // at_once * at_once if job.nodes_per_model > 1 else workers
+    workers = workers // workers_per_copy * workers_per_copy if job.nodes_per_model > 1 else workers
     check_world(config, workers)
     check_placement(config, workers, workers_of_job())
     if (fewest := min_nodes()) is not None:
@@ -68,7 +68,7 @@ def let_regroup(config: Config, job: Job, build: Callable[[], None]) -> None:
         parallel_state.destroy_model_parallel()
         build()
 
-    if goes_on_in_process(config):
+    if continues_in_process(config):
         job.recreate_groups = regroup
 
 

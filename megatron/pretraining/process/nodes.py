@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, Workers, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
+from megatron.pretraining.config import Config, Workers, copy_by_copy, nodes_of_model, restart_reason, stages_on_nodes
 from moc.runtime.environment import min_nodes, node_limits
 
 
@@ -25,22 +25,22 @@ def workers_of_job() -> Workers:
     return Workers(*node_limits(), per_node())
 
 
-def goes_on_in_process(config: Config) -> bool:
+def continues_in_process(config: Config) -> bool:
     """Returns whether workers continue in the same processes when nodes are lost or join."""
-    return not why_anew(config, per_node())
+    return not restart_reason(config, per_node())
 
 
 def parts_of_model(config: Config) -> int:
     """Returns the nodes of a model copy, if workers continue in process and keep their part of it; otherwise 1."""
-    return nodes_of_model(config, per_node()) if min_nodes() is not None and goes_on_in_process(config) else 1
+    return nodes_of_model(config, per_node()) if min_nodes() is not None and continues_in_process(config) else 1
 
 
-def goes_by_copies(config: Config) -> bool:
+def ranks_are_by_copies(config: Config) -> bool:
     """Returns whether ranks are numbered copy by copy of the model, not stage by stage."""
     return copy_by_copy(config, per_node(), min_nodes() is not None)
 
 
-def stages_here(config: Config) -> int:
+def stages_on_node(config: Config) -> int:
     """Returns the number of pipeline stages on a node, if ranks are numbered copy by copy; otherwise 1."""
     return stages_on_nodes(config, per_node(), min_nodes() is not None)
 
@@ -49,57 +49,57 @@ def stages_here(config: Config) -> int:
 class RanksByCopies:
     """Ranks of a job, copy by copy of the model, followed by the ranks of partial-model nodes.
 
-    megatron-core supports only complete copies. So it is given one more copy for each stage of a partial-model node;
-    only that stage has ranks, and the other stages are empty.
+    megatron-core supports only complete copies. Each stage of a partial-model node is therefore another copy, whose
+    other stages are empty.
 
     Attributes:
         size: world size.
         inner: ranks of a stage of one copy.
         stages: stages of the pipeline.
-        here: stages that have ranks on a node.
-        helpers: by partial-model node (the last nodes), its part of the model.
+        stages_per_node: stages that have ranks on a node.
+        model_parts: by partial-model node (the last nodes), its part of the model.
     """
 
     size: int
     inner: int
     stages: int
-    here: int = 1
-    helpers: Sequence[int] = ()
+    stages_per_node: int = 1
+    model_parts: Sequence[int] = ()
 
     @property
     def copies(self) -> int:
         """Number of complete copies of the model."""
-        return (self.size - len(self.helpers) * self.here * self.inner) // (self.stages * self.inner)
+        return (self.size - len(self.model_parts) * self.stages_per_node * self.inner) // (self.stages * self.inner)
 
     @property
-    def told(self) -> int:
-        """Number of ranks that megatron-core is given."""
-        return (self.copies + len(self.helpers) * self.here) * self.stages * self.inner
+    def core_ranks(self) -> int:
+        """World size passed to megatron-core, including empty ranks."""
+        return (self.copies + len(self.model_parts) * self.stages_per_node) * self.stages * self.inner
 
-    def rank(self, told: int) -> int:
+    def rank(self, core_rank: int) -> int:
         """Returns the rank of a megatron-core rank, copy by copy; a negative number if it is empty."""
-        copy, within = divmod(told, self.stages * self.inner)
+        copy, within = divmod(core_rank, self.stages * self.inner)
         stage, inside = divmod(within, self.inner)
         if copy < self.copies:
-            return told
-        node, local = divmod(copy - self.copies, self.here)
-        if stage != self.helpers[node] * self.here + local:
-            return -1 - told
-        return (self.copies * self.stages + node * self.here + local) * self.inner + inside
+            return core_rank
+        node, local = divmod(copy - self.copies, self.stages_per_node)
+        if stage != self.model_parts[node] * self.stages_per_node + local:
+            return -1 - core_rank
+        return (self.copies * self.stages + node * self.stages_per_node + local) * self.inner + inside
 
-    def members(self, told: Sequence[int], across_stages: bool) -> list[int]:
+    def members(self, core_ranks: Sequence[int], across_stages: bool) -> list[int]:
         """Returns the ranks of a group of megatron-core ranks, which are numbered stage by stage.
 
         With ``across_stages``, ranks keep their positions, and negative numbers mark empty ones. Otherwise, empty ones
         are omitted.
         """
-        found = [self.rank(by_copies(rank, self.told, self.inner, self.stages)) for rank in told]
-        there = [rank for rank in found if rank >= 0]
-        return found if there and across_stages else there
+        ranks = [self.rank(by_copies(rank, self.core_ranks, self.inner, self.stages)) for rank in core_ranks]
+        existing_ranks = [rank for rank in ranks if rank >= 0]
+        return ranks if existing_ranks and across_stages else existing_ranks
 
 
 @contextlib.contextmanager
-def order_of_ranks(config: Config, helpers: Sequence[int] = ()) -> Iterator[None]:
+def order_of_ranks(config: Config, model_parts: Sequence[int] = ()) -> Iterator[None]:
     """Sets the order of megatron-core's ranks in a context: stage by stage, or copy by copy of the model.
 
     Copy by copy, a lost node affects complete copies of the model, or a part of one. megatron-core refuses its own
@@ -108,27 +108,31 @@ def order_of_ranks(config: Config, helpers: Sequence[int] = ()) -> Iterator[None
 
     Args:
         config: the flags.
-        helpers: by partial-model node (the last nodes), its part of the model.
+        model_parts: by partial-model node (the last nodes), its part of the model.
     """
-    if not goes_by_copies(config):
+    if not ranks_are_by_copies(config):
         yield
         return
     original: Any = parallel_state.RankGenerator
-    size_of, parallel, here = dist.get_world_size, config.parallel, stages_here(config)
+    size_of, parallel, node_stages = dist.get_world_size, config.parallel, stages_on_node(config)
     inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     stages = parallel.pipeline_model_parallel_size
 
     class ByCopies(original):
         def get_ranks(self, token: str) -> list[list[int]]:
-            size = self.world_size - len(helpers) * here * (stages - 1) * inner
-            ranks = RanksByCopies(size, inner, stages, here, helpers)
-            groups = (ranks.members(of, "pp" in token.split("-")) for of in super().get_ranks(token))
+            size = self.world_size - len(model_parts) * node_stages * (stages - 1) * inner
+            ranks = RanksByCopies(size, inner, stages, node_stages, model_parts)
+            groups = (ranks.members(core_ranks, "pp" in token.split("-")) for core_ranks in super().get_ranks(token))
             return [group for group in groups if group]
 
-    def told(group: Any = None) -> int:
-        return size_of(group) if group is not None else RanksByCopies(size_of(), inner, stages, here, helpers).told
+    def core_world_size(group: Any = None) -> int:
+        return (
+            size_of(group)
+            if group is not None
+            else RanksByCopies(size_of(), inner, stages, node_stages, model_parts).core_ranks
+        )
 
-    parallel_state.RankGenerator, dist.get_world_size = ByCopies, told
+    parallel_state.RankGenerator, dist.get_world_size = ByCopies, core_world_size
     try:
         yield
     finally:

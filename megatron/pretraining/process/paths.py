@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.pretraining.config.snapshot import SnapshotFlags
     from moc.runtime.job import Job
 
-_ANSWERS_S = 3.0  # seconds to check a directory; a slower one is not refused
+_TIMEOUT_S = 3.0  # seconds to check a directory; a slower one is not refused
 _BLOCK = 1 << 16  # bytes written to check for free space
 _FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -47,17 +47,17 @@ def check_paths(arguments: Any, snapshot: SnapshotFlags, log_dir: str | None, re
         ConfigError: a file is missing, a directory is a file, or a directory is not writable.
     """
     problems = Problems()
-    for flag, path, problem in _wrong_inputs(arguments, snapshot, reads_tokens):
+    for flag, path, problem in _input_problems(arguments, snapshot, reads_tokens):
         problems.refuse(True, f"{flag} {path}: {problem}. Fix: correct the path", code="input-missing")
     if nodes == 1:
         directories = arguments.save, log_dir, arguments.tensorboard_dir, arguments.data_cache_path
         named = [*zip(_OUTPUTS, directories, strict=True), ("--ckpt-dir", snapshot.ckpt_dir)]
-        here = ((flag, path) for flag, path in named if path and _is_local(path))
-        _refuse_unwritable(problems, here, _problem_there)
+        local_paths = ((flag, path) for flag, path in named if path and _is_local(path))
+        _refuse_unwritable(problems, local_paths, _problem_without_creating)
     problems.raise_found()
 
 
-def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
+def _input_problems(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
     """Yields flags, their paths, and the problems of these paths."""
     for name in _FILES:
         path = getattr(arguments, name, None)
@@ -70,8 +70,10 @@ def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -
         path = getattr(arguments, name, None)
         if path and os.path.exists(path) and not os.path.isdir(path):
             yield _flag(name), path, "it is no directory"
-    starts_anew = snapshot.ckpt_policy or arguments.pretrained_checkpoint or not arguments.exit_on_missing_checkpoint
-    if arguments.load and _is_local(arguments.load) and not os.path.exists(arguments.load) and not starts_anew:
+    may_start_new_run = (
+        snapshot.ckpt_policy or arguments.pretrained_checkpoint or not arguments.exit_on_missing_checkpoint
+    )
+    if arguments.load and _is_local(arguments.load) and not os.path.exists(arguments.load) and not may_start_new_run:
         yield "--load", arguments.load, "there is no such directory, and --exit-on-missing-checkpoint needs it"
     uses_memory = snapshot.ckpt_policy and (snapshot.ckpt_tier != "disk" or snapshot.upstream_logging)
     if uses_memory and not os.path.isdir(snapshot.ckpt_memory_dir):
@@ -130,8 +132,8 @@ def check_directories(config: Config) -> None:
     problems = Problems()
     logging = config.logging
     directories = config.checkpoint.save, logging.log_dir, logging.tensorboard_dir, config.data.data_cache_path
-    given = ((flag, path) for flag, path in zip(_OUTPUTS, directories, strict=True) if path)
-    _refuse_unwritable(problems, given, _problem)
+    named_paths = ((flag, path) for flag, path in zip(_OUTPUTS, directories, strict=True) if path)
+    _refuse_unwritable(problems, named_paths, _problem)
     problems.raise_found()
 
 
@@ -139,7 +141,7 @@ def _refuse_unwritable(
     problems: Problems, named: Iterable[tuple[str, str]], problem_of: Callable[[Path], str | None]
 ) -> None:
     for flag, directory in named:
-        problem = within(_ANSWERS_S, problem_of, Path(directory))
+        problem = within(_TIMEOUT_S, problem_of, Path(directory))
         problems.refuse(
             problem,
             f"{flag} {directory} cannot be written: {problem}. Fix: correct the path, its permissions or its free "
@@ -148,7 +150,7 @@ def _refuse_unwritable(
         )
 
 
-def _problem_there(directory: Path) -> str | None:
+def _problem_without_creating(directory: Path) -> str | None:
     """Returns the reason why no file can be created in a directory or its nearest existing parent; None if one can."""
     while not os.path.lexists(directory) and directory != directory.parent:
         directory = directory.parent

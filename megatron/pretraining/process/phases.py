@@ -16,6 +16,6 @@ class Phases:
 
     def done(self, name: str) -> None:
         """Ends the current phase and starts the next."""
-        now = time.time()
-        self.seconds[name] = round(now - self._last, 3)
-        self._last = now
+        current_time = time.time()
+        self.seconds[name] = round(current_time - self._last, 3)
+        self._last = current_time

@@ -25,10 +25,10 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """Record of stop requests to this worker, from its construction on.
+    """Records stop requests to this worker.
 
     With ``--exit-signal-handler``, SIGTERM, SIGINT, SIGUSR1, SIGHUP and ``--exit-signal`` request a stop.
-    ``--exit-duration-in-mins`` requests it when the time is over.
+    ``--exit-duration-in-mins`` requests it after that time.
     """
 
     def __init__(self, config: Config):
@@ -38,9 +38,9 @@ class StopRequests:
         self._deadline = time.monotonic() + 60.0 * minutes if minutes else None
         if config.training.exit_signal_handler:
             for number in {*handled_stop_signals(), getattr(signal, config.training.exit_signal)}:
-                signal.signal(number, self._note)
+                signal.signal(number, self._record_signal)
 
-    def _note(self, number, frame) -> None:
+    def _record_signal(self, number, frame) -> None:
         self.signal = signal.Signals(number).name
 
     @property
@@ -48,24 +48,24 @@ class StopRequests:
         """Whether this worker requests a stop."""
         return self.signal is not None or (self._deadline is not None and time.monotonic() > self._deadline)
 
-    def anybody_in(self, world: World) -> bool:
+    def any_signal(self, world: World) -> bool:
         """Returns whether any worker has received a stop signal; a collective call."""
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
 
     def may_lose(self, job: Job) -> bool:
-        """Returns whether the job may lose something if it ends before this worker is set up.
+        """Returns whether the job may lose state if it ends before this worker is set up.
 
-        This is so if others have trained and wait for this worker. It is also so if they may have left a snapshot in
-        memory that is newer than the stored ones.
+        It may if other workers have trained and wait for this worker, or may have left a snapshot in memory that is
+        newer than the snapshots in storage.
         """
         return job.joins_running_job or (self._in_memory and job.is_restart)
 
-    def check_set_up(self, world: World, loses: bool) -> bool:
+    def check_set_up(self, world: World, would_lose_state: bool) -> bool:
         """Stops during setup, if any worker has received a stop signal; a collective call.
 
         Args:
             world: this worker's coordinates.
-            loses: whether something would be lost, to the knowledge of this worker.
+            would_lose_state: whether this worker knows of state that would be lost.
 
         Returns:
             Whether to stop after setup: state that any worker would lose is saved first.
@@ -73,7 +73,7 @@ class StopRequests:
         Raises:
             StopRequested: on all workers, if no worker loses anything.
         """
-        told = sum_over_workers({"signal": float(self.signal is not None), "loses": float(loses)}, world)
-        if told["signal"] > 0 and not told["loses"]:
+        totals = sum_over_workers({"signal": float(self.signal is not None), "loses": float(would_lose_state)}, world)
+        if totals["signal"] > 0 and not totals["loses"]:
             raise StopRequested
-        return told["signal"] > 0
+        return totals["signal"] > 0

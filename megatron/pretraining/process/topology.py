@@ -68,7 +68,7 @@ def is_first_worker() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def let_first_worker_speak() -> None:
+def wait_for_first_worker() -> None:
     """Waits, except on rank 0, until rank 0 can have reported; others then report errors that only they have."""
     if not is_first_worker():
         time.sleep(PATIENCE)

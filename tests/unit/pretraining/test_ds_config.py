@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pretraining.config import check_world, num_microbatches
 from megatron.pretraining.config.deepspeed import WANTED
-from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
+from megatron.pretraining.config.ds_config import _FIXED, _PAIRS, _REPLACED, _SUPPORTED, flags_of_section
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.entry import exclusions
@@ -87,7 +87,7 @@ def test_disabled_sections_are_not_refused(given):
 
 
 def test_unknown_configuration_key_is_refused_by_name():
-    keys = {key: True for key in _ELSEWHERE} | {key: "other" for key in _ONLY} | {"tomorrow": 1, "bf16.new": 1}
+    keys = {key: True for key in _REPLACED} | {key: "other" for key in _FIXED} | {"tomorrow": 1, "bf16.new": 1}
     for key, value in keys.items():
         content = {}
         *outer, name = key.split(".")
@@ -103,7 +103,7 @@ def test_unknown_configuration_key_is_refused_by_name():
 
 
 def test_every_honoured_key_maps_to_flag():
-    names = {one.flag for one in _HONOURED.values()} | {flag for pair in _PAIRS.values() for flag in pair}
+    names = {one.flag for one in _SUPPORTED.values()} | {flag for pair in _PAIRS.values() for flag in pair}
     assert names <= set(all_flags()) | vars(parse().arguments).keys()
 
 
@@ -197,7 +197,7 @@ def test_invalid_accumulation_steps_are_refused(steps, stage, given):
 
 
 def test_every_honoured_key_refuses_invalid_values(given):
-    for key in (*_HONOURED, *_PAIRS):
+    for key in (*_SUPPORTED, *_PAIRS):
         for value in ("much", ["much"], {"a": "much"}):
             content = value
             for part in reversed(key.split(".")):

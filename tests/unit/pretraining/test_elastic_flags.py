@@ -6,7 +6,7 @@ from megatron.pretraining.config import (
     check_world,
     num_microbatches,
     plan_settings,
-    why_anew,
+    restart_reason,
 )
 from moc.elastic.plan import make_plan
 from tests.cases import each_row
@@ -157,7 +157,7 @@ def test_minimum_nodes_that_prevent_restart_are_refused(flags, nodes, per_node, 
 )
 def test_reason_for_worker_restart_follows_from_flags(flags, why):
     saved = "--ckpt-dir snapshots" if "--ckpt-policy" in flags else ""
-    assert why_anew(parse(f"{ELASTIC} {flags} {saved}"), 2) == why
+    assert restart_reason(parse(f"{ELASTIC} {flags} {saved}"), 2) == why
 
 
 def test_model_copy_requires_enough_nodes_and_slots():

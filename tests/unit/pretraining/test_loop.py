@@ -55,4 +55,4 @@ def test_newest_save_is_known_if_storage_does_not_answer(saved, misses, monkeypa
     )
     session = SimpleNamespace(position=SimpleNamespace(iteration=6), record=SimpleNamespace(stop=False))
     silent = SimpleNamespace(newest_saved=lambda seconds: None)
-    assert setup._missed(parts, session, silent, "job").saves == misses and parts.saved == saved
+    assert setup._missed_duties(parts, session, silent, "job").saves == misses and parts.saved == saved

@@ -38,7 +38,7 @@ def test_node_stage_count_follows_layout(flags, varies, stages):
 
 @each_row("tensor", [1, 2])
 def test_groups_follow_rank_numbering_by_copies(nodes, monkeypatch, tensor):
-    monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
+    monkeypatch.setattr(nodes, "ranks_are_by_copies", lambda config: True)
     sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
     with nodes.order_of_ranks(parse(f"{ELASTIC} {sizes}")):
         generator = nodes.parallel_state.RankGenerator
@@ -57,7 +57,7 @@ def test_groups_follow_rank_numbering_by_copies(nodes, monkeypatch, tensor):
 @each_row("tensor", [1, 2])
 def test_groups_include_partial_model_nodes(nodes, monkeypatch, tensor):
     """Two copies of two stages, each on a node, and two nodes of the second stage and one of the first that help."""
-    monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
+    monkeypatch.setattr(nodes, "ranks_are_by_copies", lambda config: True)
     monkeypatch.setattr(nodes.dist, "get_world_size", lambda group=None: 7 * tensor)
     sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
     with nodes.order_of_ranks(parse(f"{ELASTIC} {sizes}"), (0, 1, 1)):
@@ -80,8 +80,8 @@ def test_groups_include_partial_model_nodes(nodes, monkeypatch, tensor):
 
 
 def test_partial_model_nodes_may_cover_several_stages(nodes):
-    ranks = nodes.RanksByCopies(size=6, inner=1, stages=4, here=2, helpers=(1,))
-    assert (ranks.copies, ranks.told) == (1, 12)
+    ranks = nodes.RanksByCopies(size=6, inner=1, stages=4, stages_per_node=2, model_parts=(1,))
+    assert (ranks.copies, ranks.core_ranks) == (1, 12)
     assert [somebody(ranks.rank(told)) for told in range(12)] == [0, 1, 2, 3, None, None, 4, None, None, None, None, 5]
     assert len({ranks.rank(told) for told in range(12)}) == 12
 

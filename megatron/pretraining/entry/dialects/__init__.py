@@ -17,18 +17,18 @@ from megatron.pretraining.entry.dialects import (
     older_megatron,
     previous_release,
 )
-from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, OptionOutcome, split_options
+from megatron.pretraining.entry.dialects.rules import Dialect, Line, OptionOutcome, ParsedOption, split_options
 from moc.files.decode import short_repr
 
 OLDER = older_megatron.DIALECT
-_OTHERS = (
+_OTHER_DIALECTS = (
     previous_release.DIALECT,
     megatron_deepspeed.DIALECT,
     forks.MINDSPEED,
     forks.PAI,
     forks.FLAGSCALE,
 )
-DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHERS)}
+DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHER_DIALECTS)}
 """Dialects by the name for ``--dialect``; all have the entries of :data:`OLDER` unless they override them."""
 FLAG = "--dialect"
 
@@ -56,10 +56,10 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
         known: the option strings of Megatron-LM, this project and the script.
         of_script: the option strings that only the script has, which keep their meaning.
     """
-    given = split_options(words)
-    named = [one.values for one in given if one.option == FLAG and FLAG not in of_script]
-    given = [one for one in given if one.option != FLAG or FLAG in of_script]
-    plain = tuple(word for one in given for word in one.words)
+    options = split_options(words)
+    named = [option.values for option in options if option.spelling == FLAG and FLAG not in of_script]
+    options = [option for option in options if option.spelling != FLAG or FLAG in of_script]
+    plain = tuple(word for option in options for word in option.words)
     if named:
         dialect = DIALECTS.get(" ".join(named[-1]))
         if dialect is None:
@@ -68,40 +68,54 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
                 code="value-not-a-choice",
             )
             return Translation(plain, problems=(problem,))
-        found = [dialect]
+        dialects = [dialect]
     else:
-        found = _spoken([one.option for one in given], known)
-    if len(found) > 1:
-        names = " or ".join(f"--dialect {one.name}" for one in found)
+        dialects = _matching_dialects([option.spelling for option in options], known)
+    if len(dialects) > 1:
+        names = " or ".join(f"--dialect {match.name}" for match in dialects)
         problem = ConfigError(
             f"the command line has options of several programs. Fix: choose {names}", code="dialect-ambiguous"
         )
         return Translation(plain, problems=(problem,))
-    return _in(found[0], given, of_script)
+    return _translated_from(dialects[0], options, of_script)
 
 
-def _spoken(options: Collection[str], known: Collection[str]) -> list[Dialect]:
+def _matching_dialects(options: Collection[str], known: Collection[str]) -> list[Dialect]:
     """Returns the dialects with the most unknown options; Megatron-LM's older releases if no other dialect has any."""
     unknown = [option for option in options if option.startswith("--") and option not in known]
-    counts = {one.name: sum(option in one.rules for option in unknown) for one in _OTHERS}
-    marked = {one.name for one in _OTHERS if one.marks.intersection(options)}
-    having = [one for one in _OTHERS if counts[one.name]]
-    having = [one for one in having if one.name in marked or not one.needs_mark] or having
-    likely = [one for one in having if counts[one.name] == max(counts[each.name] for each in having)]
-    likely = [one for one in likely if one.name in marked] or likely or [OLDER]
-    return [one for one in likely if not one.needs_mark] or likely
+    matches = {candidate.name: sum(option in candidate.rules for option in unknown) for candidate in _OTHER_DIALECTS}
+    marked = {candidate.name for candidate in _OTHER_DIALECTS if candidate.marks.intersection(options)}
+    with_matches = [candidate for candidate in _OTHER_DIALECTS if matches[candidate.name]]
+    with_matches = [
+        candidate for candidate in with_matches if candidate.name in marked or not candidate.needs_mark
+    ] or with_matches
+    best = [
+        candidate
+        for candidate in with_matches
+        if matches[candidate.name] == max(matches[other.name] for other in with_matches)
+    ]
+    best = [candidate for candidate in best if candidate.name in marked] or best or [OLDER]
+    return [candidate for candidate in best if not candidate.needs_mark] or best
 
 
-def _in(dialect: Dialect, given: Sequence[Given], of_script: Collection[str]) -> Translation:
-    line, words, problems = Line((one.option, one.values) for one in given), list[str](), list[ConfigError]()
+def _translated_from(dialect: Dialect, options: Sequence[ParsedOption], of_script: Collection[str]) -> Translation:
+    line, words, problems = (
+        Line((option.spelling, option.values) for option in options),
+        list[str](),
+        list[ConfigError](),
+    )
     notices = [f"options of {dialect.title}, translated for this release (--dialect {dialect.name}):"]
-    for one in given:
-        rule = None if one.option in of_script else dialect.rules.get(one.option) or OLDER.rules.get(one.option)
-        outcome = rule(line, one.values) if rule is not None else None
-        if outcome is None or outcome.words == (one.option, *one.values):
-            words += one.words
+    for option in options:
+        rule = (
+            None
+            if option.spelling in of_script
+            else dialect.rules.get(option.spelling) or OLDER.rules.get(option.spelling)
+        )
+        outcome = rule(line, option.values) if rule is not None else None
+        if outcome is None or outcome.words == (option.spelling, *option.values):
+            words += option.words
             continue
-        written = " ".join(one.words)
+        written = " ".join(option.words)
         words += outcome.words
         if outcome.problem:
             problems.append(

@@ -25,7 +25,7 @@ from megatron.pretraining.entry.dialects.rules import (
     same,
 )
 
-_HERE = "the engine decides"
+_ENGINE_DECIDES = "the engine decides"
 _LAYOUT = "checkpoints load in any layout anyway"
 _RECOMPUTES = "it moved activations, and megatron-core recomputes them"
 _NO_NUMBER = OptionOutcome(problem="it is not a number", fix="correct it")
@@ -55,19 +55,19 @@ def _num_experts(line: Line, values: Sequence[str]) -> OptionOutcome:
     return OptionOutcome(("--num-experts", str(experts[0])))
 
 
-def _of_experts(rule: Rule) -> Rule:
+def _if_experts(rule: Rule) -> Rule:
     """Returns a rule that ignores the option in models without experts."""
     return lambda line, values: (
         rule(line, values) if _has_experts(line) else OptionOutcome(why="the model has no experts")
     )
 
 
-def _drops(line: Line) -> bool:
+def _drops_tokens(line: Line) -> bool:
     return "--disable-moe-token-dropping" not in line
 
 
 def _capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
-    if not _drops(line):
+    if not _drops_tokens(line):
         return OptionOutcome(why="no token is dropped")
     return OptionOutcome(("--moe-expert-capacity-factor", *values))
 
@@ -76,12 +76,12 @@ def _evaluated_capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
     return OptionOutcome(why="evaluations use --moe-expert-capacity-factor, too")
 
 
-def _least_capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
+def _min_capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Ignores an expert's minimum number of tokens if its even share is larger; otherwise refuses it."""
     tokens = line.count("--micro-batch-size", 1) * line.count("--seq-length") * line.count("--topk", 1)
     factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
     share = math.ceil(tokens * factor / max(_experts(line), default=1))
-    if _drops(line) and line.count("--moe-min-capacity", 4) > share:
+    if _drops_tokens(line) and line.count("--moe-min-capacity", 4) > share:
         return OptionOutcome(
             problem="megatron-core has no least capacity, and the even share is smaller", fix="lower it"
         )
@@ -201,13 +201,13 @@ _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceToken
 
 RULES: dict[str, Rule] = {
     "--num-experts": _num_experts,
-    "--topk": _of_experts(_topk),
-    "--expert-interval": _of_experts(integer(_interval)),
-    "--moe-expert-parallel-size": _of_experts(renamed("--expert-model-parallel-size")),
-    "--moe-loss-coeff": _of_experts(renamed("--moe-aux-loss-coeff")),
-    "--moe-train-capacity-factor": _of_experts(_capacity),
-    "--moe-eval-capacity-factor": _of_experts(_evaluated_capacity),
-    "--moe-min-capacity": _of_experts(_least_capacity),
+    "--topk": _if_experts(_topk),
+    "--expert-interval": _if_experts(integer(_interval)),
+    "--moe-expert-parallel-size": _if_experts(renamed("--expert-model-parallel-size")),
+    "--moe-loss-coeff": _if_experts(renamed("--moe-aux-loss-coeff")),
+    "--moe-train-capacity-factor": _if_experts(_capacity),
+    "--moe-eval-capacity-factor": _if_experts(_evaluated_capacity),
+    "--moe-min-capacity": _if_experts(_min_capacity),
     "--disable-moe-token-dropping": ignored("without a capacity, no token is dropped"),
     "--disable-moe-top2-2nd-expert-sampling": ignored("the second expert is never drawn"),
     "--enable-expert-tensor-parallelism": ignored("it is the default"),
@@ -239,9 +239,9 @@ RULES: dict[str, Rule] = {
     "--universal-checkpoint": ignored(_LAYOUT),
     "--load-tag": refused_option("checkpoints have no tags", "choose --ckpt-step"),
     "--remote-device": of_value({"none": ignored("it is the default")}, refused_option("weights stay on the device")),
-    "--zero-contigious-gradients": ignored(_HERE),
-    "--zero-reduce-scatter": ignored(_HERE),
-    "--cpu_torch_adam": ignored(_HERE),
+    "--zero-contigious-gradients": ignored(_ENGINE_DECIDES),
+    "--zero-reduce-scatter": ignored(_ENGINE_DECIDES),
+    "--cpu_torch_adam": ignored(_ENGINE_DECIDES),
     "--ds-sequence-parallel-fpdt": refused_option("sequences are not cut into chunks of the host's memory"),
     "--curriculum-learning-legacy": refused_option("sequences have one length"),
     "--mos": _NO_DISTILLATION,
@@ -273,31 +273,31 @@ RULES: dict[str, Rule] = {
 
 def _defaults(line: Line) -> Sequence[OptionOutcome]:
     """Returns defaults of Megatron-DeepSpeed that differ from Megatron-LM's."""
-    found, why = [], "the default of Megatron-DeepSpeed"
+    outcomes, why = [], "the default of Megatron-DeepSpeed"
     if "--max-position-embeddings" not in line and "--seq-length" in line:
-        found.append(
+        outcomes.append(
             OptionOutcome(("--max-position-embeddings", line.text("--seq-length")), "rotary embeddings have no limit")
         )
     if not _has_experts(line):
-        return found
-    found.append(
+        return outcomes
+    outcomes.append(
         OptionOutcome(("--moe-token-dispatcher-type", "alltoall"), "the only dispatcher of Megatron-DeepSpeed")
     )
     if "--expert-interval" not in line:
-        found.append(OptionOutcome(("--moe-layer-freq", _layers(line, 2)), why))
+        outcomes.append(OptionOutcome(("--moe-layer-freq", _layers(line, 2)), why))
     if "--topk" not in line:
-        found.append(OptionOutcome(("--moe-router-topk", "1", "--moe-router-pre-softmax"), why))
+        outcomes.append(OptionOutcome(("--moe-router-topk", "1", "--moe-router-pre-softmax"), why))
     if "--moe-loss-coeff" not in line:
-        found.append(OptionOutcome(("--moe-aux-loss-coeff", "0.1"), why))
-    if _drops(line):
+        outcomes.append(OptionOutcome(("--moe-aux-loss-coeff", "0.1"), why))
+    if _drops_tokens(line):
         if "--moe-train-capacity-factor" not in line:
-            found.append(OptionOutcome(("--moe-expert-capacity-factor", "1.0"), why))
-        found.append(
+            outcomes.append(OptionOutcome(("--moe-expert-capacity-factor", "1.0"), why))
+        outcomes.append(
             OptionOutcome(("--moe-token-drop-policy", "position"), "Megatron-DeepSpeed draws the dropped tokens")
         )
     if "--enable-expert-tensor-parallelism" not in line and line.count("--tensor-model-parallel-size", 1) > 1:
-        found.append(OptionOutcome(("--expert-tensor-parallel-size", "1"), why))
-    return found
+        outcomes.append(OptionOutcome(("--expert-tensor-parallel-size", "1"), why))
+    return outcomes
 
 
 DIALECT = Dialect("megatron-deepspeed", "Megatron-DeepSpeed", RULES, _defaults, frozenset({"--deepspeed"}))

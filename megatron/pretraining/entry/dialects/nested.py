@@ -57,7 +57,7 @@ _PAIRS = {"model.optim.betas": ("--adam-beta1", "--adam-beta2")}
 
 
 def refusal(
-    content: Mapping[Any, Any], known: Mapping[str, bool], named: str, otherwise: str | None = None
+    content: Mapping[Any, Any], known: Mapping[str, bool], named: str, default_program: str | None = None
 ) -> ConfigError | None:
     """Names the options that mean the same as the nested keys of another program; pure.
 
@@ -65,21 +65,21 @@ def refusal(
         content: keys and values.
         known: by option, whether it takes a value.
         named: the file or the words, as the subject of the sentence.
-        otherwise: the program, if no section identifies it.
+        default_program: the program, if no section identifies it.
 
     Returns:
         None if the content is not a configuration of such a program.
     """
     sections = {key for key, value in content.items() if isinstance(value, Mapping)}
-    shown = (name for name, sets in _SECTIONS.items() if any(needed <= sections for needed in sets))
-    program = next(shown, otherwise)
+    programs = (name for name, sets in _SECTIONS.items() if any(required <= sections for required in sets))
+    program = next(programs, default_program)
     if program is None:
         return None
-    found: dict[str, str] = {}
+    words_by_option: dict[str, str] = {}
     for key, value in _leaves(content):
         for words in _options_of(key, value, known):
-            found.setdefault(words.partition(" ")[0], words)
-    options = " ".join(found.values()) or "see --help-all"
+            words_by_option.setdefault(words.partition(" ")[0], words)
+    options = " ".join(words_by_option.values()) or "see --help-all"
     return ConfigError(
         f"{named} is a configuration of {program}, whose keys are nested. Fix: pass the options that mean the same: "
         f"{options}",
@@ -122,11 +122,11 @@ def _options_of(key: str, value: Any, known: Mapping[str, bool]) -> Iterator[str
     if (meaning := _MEANINGS.get((key, str(value)))) is not None:
         yield meaning
     elif isinstance(value, Collection) and len(value) == len(_PAIRS.get(key, ())) > 0:
-        yield from (f"{option} {one}" for option, one in zip(_PAIRS[key], value, strict=True))
+        yield from (f"{option} {number}" for option, number in zip(_PAIRS[key], value, strict=True))
     elif value is not None and "${" not in str(value):
         option = _RENAMED.get(key, f"--{key.rpartition('.')[2].replace('_', '-')}")
         if known.get(option):
-            several = value if isinstance(value, list) else [value]
-            yield " ".join([option, *(shlex.quote(str(one)) for one in several)])
+            items = value if isinstance(value, list) else [value]
+            yield " ".join([option, *(shlex.quote(str(item)) for item in items)])
         elif option in known and value is True:
             yield option

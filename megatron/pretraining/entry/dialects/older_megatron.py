@@ -20,9 +20,9 @@ from megatron.pretraining.entry.dialects.rules import (
 )
 
 _SPEED = "it changed only speed"
-_ONE = "megatron-core has one implementation"
-_MOST_STEPS = 4096
-_MOST_SAMPLES = 1 << 62
+_SINGLE_IMPLEMENTATION = "megatron-core has one implementation"
+_MAX_STEPS = 4096
+_MAX_SAMPLES = 1 << 62
 
 
 def recompute_all(line: Line, values: Sequence[str]) -> OptionOutcome:
@@ -41,7 +41,7 @@ def _ramp(line: Line, values: Sequence[str]) -> OptionOutcome:
         start, step, samples = (int(float(value)) for value in values)
         last, length = line.count("--global-batch-size"), line.count("--seq-length")
         steps = (last - start) // step
-        if steps < 1 or (last - start) % step or not length or steps > _MOST_STEPS or samples > _MOST_SAMPLES:
+        if steps < 1 or (last - start) % step or not length or steps > _MAX_STEPS or samples > _MAX_SAMPLES:
             raise ValueError
     except (ValueError, OverflowError, ZeroDivisionError):
         return OptionOutcome(
@@ -98,11 +98,11 @@ RULES: dict[str, Rule] = {
     "--hierarchical-context-parallel-sizes": _numbers,
     "--export-qk-l2-norm": becomes("--qk-l2-norm"),
     "--export-moe-apply-probs-on-input": becomes("--moe-apply-probs-on-input"),
-    "--DDP-impl": ignored(_ONE),
+    "--DDP-impl": ignored(_SINGLE_IMPLEMENTATION),
     "--use-legacy-models": ignored("megatron-core's models take the place of Megatron-LM's legacy models"),
     "--no-query-key-layer-scaling": ignored("it is the default"),
     "--no-async-tensor-model-parallel-allreduce": ignored(_SPEED),
-    "--no-contiguous-buffers-in-local-ddp": ignored(_ONE),
+    "--no-contiguous-buffers-in-local-ddp": ignored(_SINGLE_IMPLEMENTATION),
     "--log-batch-size-to-tensorboard": ignored("the batch size is always logged"),
     "--log-learning-rate-to-tensorboard": ignored("the learning rate is always logged"),
     "--data-impl": of_value(

@@ -219,18 +219,18 @@ RULES: dict[str, Rule] = {
 
 def _defaults(line: Line) -> Sequence[OptionOutcome]:
     """Returns defaults of the previous release that differ from Megatron-LM's."""
-    found = []
+    outcomes = []
     if "--eval-interval" not in line:
-        found.append(OptionOutcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
+        outcomes.append(OptionOutcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
     if "--fp8-format" in line and "--fp8-recipe" not in line:
-        found.append(OptionOutcome(("--fp8-recipe", "tensorwise"), "its default"))
+        outcomes.append(OptionOutcome(("--fp8-recipe", "tensorwise"), "its default"))
     if "--elastic" in line and "--moe-token-dispatcher-type" not in line:
-        found.append(_dispatcher(line, ()))
+        outcomes.append(_dispatcher(line, ()))
     if "--correct" not in line:
-        found.append(OptionOutcome(("--correct", "none"), "losses keep their bits"))
+        outcomes.append(OptionOutcome(("--correct", "none"), "losses keep their bits"))
     if "--transformer-impl" not in line and find_spec("transformer_engine") is None:
-        found.append(OptionOutcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
-    return found
+        outcomes.append(OptionOutcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
+    return outcomes
 
 
 _MARKS = """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_LARGEST = 1 << 62
+_MAX_INTEGER = 1 << 62
 _NUMBER = re.compile(r"-\.?\d")
 _QUOTED = ("--split", "--moe-layer-freq")
 """Options whose values have quotes in scripts that no shell removes."""
@@ -25,8 +25,8 @@ class Line:
 
     def comes_later(self, option: str, other: str) -> bool:
         """Returns whether both options are given, and ``option`` is after ``other``."""
-        places = [*self._values]
-        return option in self._values and other in self._values and places.index(option) > places.index(other)
+        order = [*self._values]
+        return option in self._values and other in self._values and order.index(option) > order.index(other)
 
     def __contains__(self, option: str) -> bool:
         return option in self._values
@@ -46,7 +46,7 @@ class Line:
     def count(self, option: str, default: int = 0) -> int:
         """Returns the value of an option as an integer; the default if it is missing, not one number, or too large."""
         number = self.number(option)
-        return default if number is None or abs(number) > _LARGEST else int(number)
+        return default if number is None or abs(number) > _MAX_INTEGER else int(number)
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,15 @@ def integer(rule: Rule) -> Rule:
     return checked
 
 
-def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
-    """Returns a rule that depends on the value, in any case; ``other`` is the rule for other values.
+def of_value(rules: Mapping[str, Rule], default: Rule | None = None) -> Rule:
+    """Returns a rule that depends on the value, in any case; ``default`` is the rule for other values.
 
-    Without ``other``, the table must have all possible values.
+    Without ``default``, the table must have all possible values.
     """
     table: dict[str, Rule] = {value.lower(): rule for value, rule in rules.items()}
 
     def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
-        return (table.get(" ".join(values).lower()) or other or _missing)(line, values)
+        return (table.get(" ".join(values).lower()) or default or _missing)(line, values)
 
     return rule
 
@@ -143,42 +143,42 @@ def same(option: str) -> Rule:
     return lambda line, values: OptionOutcome((option, *values))
 
 
-class Given(NamedTuple):
+class ParsedOption(NamedTuple):
     """An option of a command line.
 
     Attributes:
-        option: spelling of the option; empty for words before the first option.
+        spelling: spelling of the option; empty for words before the first option.
         values: values of the option.
         words: the words of option and values.
     """
 
-    option: str
+    spelling: str
     values: list[str]
     words: list[str]
 
 
-def split_options(words: Sequence[str]) -> list[Given]:
+def split_options(words: Sequence[str]) -> list[ParsedOption]:
     """Returns the options of a command line, with their values."""
-    found: list[Given] = []
+    parsed: list[ParsedOption] = []
     for word in words:
         if word.startswith("-") and not _NUMBER.match(word):
             option, equals, value = word.partition("=")
-            found.append(Given(option, [value] if equals else [], [word]))
+            parsed.append(ParsedOption(option, [value] if equals else [], [word]))
         else:
-            if not found:
-                found.append(Given("", [], []))
-            found[-1].values.append(word)
-            found[-1].words.append(word)
-    return [_without_quotes(given) for given in found]
+            if not parsed:
+                parsed.append(ParsedOption("", [], []))
+            parsed[-1].values.append(word)
+            parsed[-1].words.append(word)
+    return [_without_quotes(parsed_option) for parsed_option in parsed]
 
 
-def _without_quotes(given: Given) -> Given:
+def _without_quotes(option: ParsedOption) -> ParsedOption:
     """Removes quotes that a shell should have removed."""
-    quoted = [value for value in given.values if len(value) > 1 and value[0] == value[-1] and value[0] in "'\""]
-    if given.option not in _QUOTED or not quoted:
-        return given
-    values = [value[1:-1] if value in quoted else value for value in given.values]
-    return Given(given.option, values, [given.option, *values])
+    quoted = [value for value in option.values if len(value) > 1 and value[0] == value[-1] and value[0] in "'\""]
+    if option.spelling not in _QUOTED or not quoted:
+        return option
+    values = [value[1:-1] if value in quoted else value for value in option.values]
+    return ParsedOption(option.spelling, values, [option.spelling, *values])
 
 
 def _missing(line: Line, values: Sequence[str]) -> Any:
