@@ -27,6 +27,7 @@ import math
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 MIN_JOIN_TIMEOUT_S = 600.0
 """Seconds for nodes to join at the start of the job, if ``--max-wait`` is less."""
@@ -146,7 +147,8 @@ class Voters:
     @classmethod
     def from_message(cls, message: dict) -> Voters:
         """Decodes a set; raises TypeError if the message has other fields."""
-        return cls(**message | {"nodes": tuple(message.get("nodes", ()))})
+        fields: dict[str, Any] = message | {"nodes": tuple(message.get("nodes", ()))}
+        return cls(**fields)
 
 
 @dataclass
