@@ -11,8 +11,7 @@ from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, duties_after
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import MembersChange, Program, TrainingRun
-from megatron.pretraining.process.faults import inject_faults
-from megatron.pretraining.process.initialize import shut_down
+from megatron.pretraining.process.initialize import inject_faults, shut_down
 from megatron.pretraining.process.paths import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests

@@ -1,4 +1,4 @@
-"""Device, process groups and random streams of one worker."""
+"""Device, process groups, random streams and injected faults of one worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import torch
@@ -14,9 +15,11 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.pretraining.config import (
     Config,
+    check_faults,
     check_fewest,
     check_placement,
     check_world,
+    train_iterations,
 )
 from megatron.pretraining.config.deterministic import deterministic_environment
 from megatron.pretraining.process import cpu
@@ -26,7 +29,11 @@ from megatron.pretraining.process.nodes import (
     per_node,
     workers_of_job,
 )
+from moc.cli_output import print_lines
+from moc.events import EventLog
+from moc.fault_points import on_reach
 from moc.runtime.environment import min_nodes
+from moc.runtime.fault_injection import Injector
 from moc.runtime.job import Job, World
 
 COLLECTIVES_ONLY = """
@@ -129,3 +136,21 @@ def be_deterministic(config: Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     # A resumed or replayed run has shapes in another order, and torch.compile may then generate other kernels.
     torch.compiler.set_stance("force_eager")
+
+
+def inject_faults(config: Config, job: Job) -> None:
+    """Arms the faults that the flags name; raises ConfigError if they name workers that do not exist."""
+    if not config.faults.is_enabled:
+        return
+    faults = config.faults.planned(job.size, train_iterations(config, job.size))
+    check_faults(faults, job.size)
+    assert config.logging.log_dir is not None  # required by the fault flags
+    directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
+
+    def record(event: dict) -> None:
+        events = EventLog(directory)  # opened here, since rank 0 owns the run's event log
+        events.write("inject", **event)  # a completed write survives the process
+        events.close()
+        print_lines("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**event), flush=True)
+
+    on_reach(Injector(faults, job.rank, node, directory / "injected", record).reached)

@@ -6,11 +6,14 @@ import shlex
 import pytest
 
 from megatron.pretraining.entry.offline import config_of_words
-from megatron.pretraining.process.faults import inject_faults
+from megatron.pretraining.process import cpu
 from moc.fault_points import on_reach, reach
 from moc.runtime.job import Job
 from tests.errors import raises
 from tests.unit.pretraining.flags import BASE
+
+cpu.install()
+from megatron.pretraining.process.initialize import inject_faults  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
