@@ -343,11 +343,7 @@ class ProtectedRun:
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
             reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
             self._engine.averages = not reducers
-            if (
-                self.size > 2
-                and interruption is None
-                and not all(reducer.find_unused_parameters for reducer in reducers)
-            ):
+            if self.size > 2 and interruption is None and not all(ddp.find_unused_parameters for ddp in reducers):
                 self._log.message(
                     "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
                     "differ in rounding after a recovery. Fix: wrap with find_unused_parameters=True"
