@@ -286,15 +286,12 @@ def migrate(
     """
     before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
     wanted = before if replicas.wanted is None else replicas.wanted
-    if wanted == before and (shards is None or shards.wanted is None):
-        replicas.wanted = None  # departed nodes have moved their state before they left
-    else:
-        with session.moving():
-            if shards is not None and shards.wanted is not None:
-                taken += shards.move_to(shards.wanted)
-            if replicas.wanted is not None:
-                taken += replicas.move_to(wanted)
-            engine.state.describe()
+    with session.moving():
+        if shards is not None and shards.wanted is not None:
+            taken += shards.move_to(shards.wanted)
+        if replicas.wanted is not None:
+            taken += replicas.move_to(wanted)
+        engine.state.describe()
     copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
     count = nodes or len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
