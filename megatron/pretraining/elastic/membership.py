@@ -298,15 +298,12 @@ def migrate(
     """
     previous_plans, start, received_bytes = dict(replicas.plans), time.perf_counter(), 0
     target = previous_plans if replicas.target is None else replicas.target
-    if target == previous_plans and (shards is None or shards.target is None):
-        replicas.target = None  # departed nodes have moved their state before they left
-    else:
-        with session.moving():
-            if shards is not None and shards.target is not None:
-                received_bytes += shards.move_to(shards.target)
-            if replicas.target is not None:
-                received_bytes += replicas.move_to(target)
-            engine.state.describe()
+    with session.moving():
+        if shards is not None and shards.target is not None:
+            received_bytes += shards.move_to(shards.target)
+        if replicas.target is not None:
+            received_bytes += replicas.move_to(target)
+        engine.state.describe()
     copied = sum(count_new_replicas(previous_plans[stage], plan) for stage, plan in target.items())
     count = nodes or len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, iteration = time.perf_counter() - start, session.position.iteration

@@ -112,19 +112,6 @@ def test_plan_without_expert_is_not_complete():
     assert not one.restricted_to(one.members, stays).is_complete
 
 
-@given(nodes=st.integers(3, 8), gone=st.integers(0, 2), experts=st.sampled_from([4, 8, 16]), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_plan_of_departure_is_final_for_the_others(nodes, gone, experts, data):
-    """Departing nodes have moved their state to it, so that nothing moves after they have left."""
-    load = st.lists(st.integers(1, 1000), min_size=experts, max_size=experts)
-    loads = {layer: data.draw(load) for layer in range(2)}
-    members, plan = tuple(range(nodes)), PlanSettings(min(experts, -(-2 * experts // (nodes - 1)) + 1))
-    left = tuple(member for member in members if member != gone)
-    target = make_plan(left, loads, plan, make_plan(members, loads, plan))
-    now = target.restricted_to(members, [True] * nodes).restricted_to(left, [True] * len(left))
-    assert make_plan(left, loads, plan, now) == now
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.sets(st.integers(0, 9), min_size=1), st.sets(st.integers(0, 9), min_size=1), st.integers(1, 2), st.data())
 def test_restricted_plan_contains_state_of_remaining_members(met, there, ranks, data):
