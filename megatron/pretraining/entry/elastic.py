@@ -97,7 +97,7 @@ def build_domains_of(config: Config, job: Job) -> None:
         build_domains(config, node_limits()[1] * per_node() if min_nodes() is not None else job.size)
 
 
-def assign_experts(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> None:
+def fill_expert_slots(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> None:
     """Gives this worker's slots their experts, before weights are initialised by the numbers of experts.
 
     Raises:

@@ -283,7 +283,7 @@ class StockProgram:
         def prepare(chunks: list[Any]) -> list[Any]:
             cpu.repair_experts(chunks)
             if plans is not None:
-                elastic.assign_experts(config, chunks, plans)
+                elastic.fill_expert_slots(config, chunks, plans)
             multiply_in_format(get_args(), chunks)
             if config.rng.initialization == EXACT:
                 for chunk in chunks:

@@ -20,8 +20,8 @@ def test_model_with_layers_outside_plan_is_refused(stage, monkeypatch):
     plans = {0: types.SimpleNamespace(tables={0: None})}
     config = types.SimpleNamespace(elastic=types.SimpleNamespace(elastic_dispatch="level"))
     if stage == 1:  # without experts in the plan and in the model
-        elastic.assign_experts(config, [torch.nn.Linear(1, 1)], plans)
+        elastic.fill_expert_slots(config, [torch.nn.Linear(1, 1)], plans)
         return
     with pytest.raises(ConfigError) as refused:
-        elastic.assign_experts(config, [torch.nn.Linear(1, 1)], plans)
+        elastic.fill_expert_slots(config, [torch.nn.Linear(1, 1)], plans)
     assert refused.value.code == "elastic-unsupported"
