@@ -170,8 +170,7 @@ def test_two_of_four_nodes_remain_after_departure_and_loss():
             await job.lose(1)
             await job.lose(0)
             await becomes(lambda: job.leaders() == [2])
-            left = [job.agents[node].worker for node in (2, 3)]
-            await becomes(lambda: [(one.size, one.connected_generation) for one in left] == [(2, 2)] * 2)
+            await becomes(lambda: all(job.agents[node].generation >= 2 for node in (2, 3)))
         finally:
             await job.end()
 
