@@ -166,8 +166,8 @@ class Session(CommitParticipant):
             parts.report.boost(start.position.iteration, parts.tokens.debt)
         saving = SavingPipeline(parts, settings, health, start, self._describer(parts))
         undo.callback(saving.close)
-        saving.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
-        saving.begin_again()
+        saving.reserve(is_first=not any(gather(mine is not None or engine.world.job.is_restart)))
+        saving.restart_snapshot()
         self._running = parts, saving
         parts.digests.remember_scalars(self.position)
 
@@ -277,8 +277,8 @@ class Session(CommitParticipant):
             state = self._describer(parts)(self.position, self.record) if self._whole else None
             parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
-            self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
-            self.remains.stored = saving.storage.held
+            self.remains.begun, self.remains.workers = saving.started_snapshots, self._engine.world.size
+            self.remains.stored = saving.storage.available
         self._end()
 
     def close(self) -> None:

@@ -173,7 +173,9 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
         policy.recovery.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
         policy.storage.on_inventory(newest_full(stored))
     kept = (there.newest, there.in_memory, *stays)
-    return ResumePoint(loaded.position, loaded.record, *kept, again=there.again, stored=stored, begun=begun)
+    return ResumePoint(
+        loaded.position, loaded.record, *kept, repeated_plan=there.again, stored=stored, started_snapshots=begun
+    )
 
 
 def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:

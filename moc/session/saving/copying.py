@@ -42,7 +42,7 @@ from moc.store.errors import CheckpointError
 SWITCH_S = 1e-4
 """Python's switch interval during snapshots; its default of 5 ms is as long as a complete copy."""
 
-_BESIDE, _WITH = "snapshot-", "event-log"
+_BACKGROUND, _AWAITED = "snapshot-", "event-log"
 """Name prefixes of background threads, and of threads that training waits for."""
 
 _LIBC = ctypes.CDLL(None)
@@ -112,12 +112,12 @@ class Writing(StorageStage):
 
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        mine = None if snapshot is None else snapshot.snapshot
+        local = None if snapshot is None else snapshot.snapshot
         return {
-            "snapshot_written": float(mine is not None),
-            "snapshot_written_bytes": float(mine.persisted_bytes if mine else 0),
-            "snapshot_write_s": mine.persist_s if mine else 0.0,
-            "snapshot_retries": float(mine.retries if mine else 0),
+            "snapshot_written": float(local is not None),
+            "snapshot_written_bytes": float(local.persisted_bytes if local else 0),
+            "snapshot_write_s": local.persist_s if local else 0.0,
+            "snapshot_retries": float(local.retries if local else 0),
             "snapshot_unwritten": float(snapshot is not None and self.tolerates(snapshot)),
         }
 
@@ -141,76 +141,78 @@ class MemoryTier:
     Without a memory tier, only the buffers.  Every worker calls every method.
 
     Args:
-        parts: components of the generation.
+        components: components of the generation.
         reservation: buffers, and the memory that they take.
         storage: state that storage has and lacks.
         failure: receives the errors of this worker.
         start: point where the run resumes.
 
     Attributes:
-        carrying: carries experts from older snapshots.
+        carrying: retains the states of experts from older snapshots.
         newest: the newest snapshot that is durable in memory; None if there is none yet.
-        begun: recent snapshots by iteration, kept in case the committing worker or a writer dies.
+        started_snapshots: recent snapshots by iteration, kept in case the committing worker or a writer dies.
         dependent: iterations of snapshots that need an abandoned one.
     """
 
     def __init__(
         self,
-        parts: Components,
+        components: Components,
         *,
         reservation: Reservation,
         storage: StorageTier,
         failure: Failure,
         start: ResumePoint,
     ):
-        self._parts, self._reservation, self._storage, self._failure = parts, reservation, storage, failure
-        self.carrying = Carrying(parts.tiers, parts.policy, parts.carriers, parts.folds)
+        self._components, self._reservation, self._storage, self._failure = components, reservation, storage, failure
+        self.carrying = Carrying(components.tiers, components.policy, components.carriers, components.folds)
         self.newest: SnapshotInProgress | None = None
-        self.begun = dict(start.begun)
+        self.started_snapshots = dict(start.started_snapshots)
         self.dependent: set[int] = set()
         self._superseded: int | None = None  # memory supersedes snapshots before this iteration
 
-    def remember(self, snapshot: SnapshotInProgress) -> None:
-        """Adds a snapshot to :attr:`begun`, and drops the oldest."""
-        self.begun[snapshot.iteration] = StartedSnapshot(dict(snapshot.plan.operators), snapshot.state_in_memory)
+    def add_started(self, snapshot: SnapshotInProgress) -> None:
+        """Adds a snapshot to :attr:`started_snapshots`, and drops the oldest."""
+        self.started_snapshots[snapshot.iteration] = StartedSnapshot(
+            dict(snapshot.plan.operators), snapshot.state_in_memory
+        )
         # two windows, and those still being copied
-        most = 2 * self._parts.policy.schedule.window_length + self._reservation.rotation.spare
-        for older in sorted(self.begun)[:-most]:
-            del self.begun[older]
+        limit = 2 * self._components.policy.schedule.window_length + self._reservation.rotation.spare
+        for iteration in sorted(self.started_snapshots)[:-limit]:
+            del self.started_snapshots[iteration]
 
     def commit(self, snapshot: SnapshotInProgress) -> None:
         """Commits the parts of this node's workers in its memory, on the worker that leads it.
 
         Until the next all-reduce, no worker may overwrite the previous snapshot.
         """
-        tiers = self._parts.tiers
+        tiers = self._components.tiers
         if tiers.memory is not None and tiers.leads_node:
-            with self._failure.remembering():
-                part = snapshot.snapshot.finalized.result()
-                self._parts.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, part)
+            with self._failure.recording_errors():
+                report = snapshot.snapshot.finalized.result()
+                self._components.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, report)
             self.carrying.committed(snapshot.iteration)
         reach("snapshot_committed")
 
-    def is_durable(self, snapshot: SnapshotInProgress) -> None:
+    def on_durable(self, snapshot: SnapshotInProgress) -> None:
         """Records that the snapshot is durable on all workers, so that older ones are no longer needed."""
-        parts, iteration = self._parts, snapshot.iteration
+        components, iteration = self._components, snapshot.iteration
         self._reservation.rotation = self._reservation.rotation.complete(iteration)
-        if parts.tokens is not None:
-            parts.tokens.snapshotted(iteration)
-        if parts.tiers.memory is not None:
+        if components.tokens is not None:
+            components.tokens.snapshotted(iteration)
+        if components.tiers.memory is not None:
             if snapshot.plan.supersedes is not None:
                 self._superseded = snapshot.plan.supersedes
             self.newest = snapshot
-            parts.tap.on_stored(snapshot.plan)
+            components.tap.on_stored(snapshot.plan)
 
     def release_superseded(self) -> None:
         """Releases superseded snapshots; an all-reduce has passed since the newest commit, so all nodes have it."""
-        parts = self._parts
-        if self._superseded is not None and parts.tiers.leads_node:
-            with self._failure.remembering():
+        components = self._components
+        if self._superseded is not None and components.tiers.leads_node:
+            with self._failure.recording_errors():
                 self.carrying.release_before(self._superseded)
-                if parts.peers is not None:
-                    parts.peers.release_before(self._superseded)
+                if components.peers is not None:
+                    components.peers.release_before(self._superseded)
             with contextlib.suppress(OSError):  # another process has the memory: a later call tries again
                 self._reservation.fill_spare()
         self._superseded = None
@@ -221,28 +223,28 @@ class MemoryTier:
         If a state is spread over several snapshots, the others of its window are abandoned, too.  So are those of
         ``later``, begun since then, which may need it.
         """
-        parts, iteration, before = self._parts, snapshot.iteration, self._reservation.rotation
+        components, iteration, before = self._components, snapshot.iteration, self._reservation.rotation
         if error := first_reported(str(snapshot.out_of_memory or "") or None):
-            parts.report.abandoned(iteration, error)
-        self._storage.abandoned(snapshot.plan)
+            components.report.abandoned(iteration, error)
+        self._storage.on_abandoned(snapshot.plan)
         if iteration in self.dependent:
             self.dependent.remove(iteration)
         else:
-            parts.policy.schedule.restart_window()
-            if Capability.WINDOWS in parts.policy.requires:
-                ended = before.newest_end(iteration)
-                self.dependent = {other.iteration for other in later if other.iteration > ended}
-        self.begun.pop(iteration, None)
+            components.policy.schedule.restart_window()
+            if Capability.WINDOWS in components.policy.requires:
+                window_end = before.newest_end(iteration)
+                self.dependent = {newer.iteration for newer in later if newer.iteration > window_end}
+        self.started_snapshots.pop(iteration, None)
         if not snapshot.snapshot.in_memory:
             return
         self._reservation.rotation = before.abandon(iteration)
-        memory = parts.tiers.memory
-        if memory is not None and parts.tiers.leads_node:
-            with self._failure.remembering():
+        memory = components.tiers.memory
+        if memory is not None and components.tiers.leads_node:
+            with self._failure.recording_errors():
                 for released in before.in_use() - self._reservation.rotation.in_use():
                     memory.remove(released)
-                    if parts.peers is not None:
-                        parts.peers.remove(released)
+                    if components.peers is not None:
+                        components.peers.remove(released)
                 self.carrying.abandoned(iteration)
 
 
@@ -251,16 +253,16 @@ class Replicating(Stage):
 
     entry = "snapshot_replicated"
 
-    def __init__(self, parts: Components, *, memory: MemoryTier):
-        super().__init__(parts.world.size)
-        self._peers, self._nodes = parts.peers, len(set(parts.tiers.nodes))
-        self._meter, self._report, self._memory = parts.meter, parts.report, memory
+    def __init__(self, components: Components, *, memory: MemoryTier):
+        super().__init__(components.world.size)
+        self._peers, self._nodes = components.peers, len(set(components.tiers.nodes))
+        self._meter, self._report, self._memory = components.meter, components.report, memory
 
     def begin(self, snapshot: SnapshotInProgress) -> None:
         """Commits a snapshot that all workers have copied, and starts to replicate it; does not wait for that."""
         self._memory.commit(snapshot)
         if self._peers is None:
-            self._memory.is_durable(snapshot)
+            self._memory.on_durable(snapshot)
         else:
             replicated = self._peers.replicate(snapshot.iteration, snapshot.plan.remote)
             self.queue.append(dataclasses.replace(snapshot, replicated=replicated))
@@ -287,27 +289,27 @@ class Replicating(Stage):
     def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
         iteration = snapshot.iteration
         amount, seconds = int(totals["snapshot_replicated_bytes"]), totals["snapshot_replicate_s"] / self._nodes
-        alike = int(totals["snapshot_alike_bytes"])
-        self._report.replicated(iteration, amount, alike, seconds)
+        identical = int(totals["snapshot_alike_bytes"])
+        self._report.replicated(iteration, amount, identical, seconds)
         # budgets count all copied bytes, sent or not
-        self._meter.replicated(amount + alike, seconds, self._nodes)
+        self._meter.replicated(amount + identical, seconds, self._nodes)
         if totals["snapshot_copies_missing"]:
-            mine = list(self.work(snapshot).result().missing)
-            self._report.copies_missing(iteration, [reason for reasons in gather(mine) for reason in reasons])
+            local_reasons = list(self.work(snapshot).result().missing)
+            self._report.copies_missing(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if totals["snapshot_not_alike"]:
-            mine = self.work(snapshot).result().trouble
-            self._report.not_alike(iteration, [reason for reasons in gather(mine) for reason in reasons])
+            local_reasons = self.work(snapshot).result().trouble
+            self._report.replicas_differ(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if iteration in self._memory.dependent:
             self._memory.abandon(snapshot)
         else:
-            self._memory.is_durable(snapshot)
+            self._memory.on_durable(snapshot)
 
 
 class Copying(Stage):
     """First stage: copies this worker's part of a snapshot to host memory.
 
     Args:
-        parts: components of the generation.
+        components: components of the generation.
         reservation: buffers, and the memory that they take.
         memory: snapshots in memory.
         failure: receives the errors of this worker.
@@ -320,7 +322,7 @@ class Copying(Stage):
 
     def __init__(
         self,
-        parts: Components,
+        components: Components,
         *,
         reservation: Reservation,
         memory: MemoryTier,
@@ -329,10 +331,10 @@ class Copying(Stage):
         replicating: Replicating,
         writing: Writing,
     ):
-        super().__init__(parts.world.size)
-        self._parts, self._reservation, self._memory, self._failure = parts, reservation, memory, failure
+        super().__init__(components.world.size)
+        self._components, self._reservation, self._memory, self._failure = components, reservation, memory, failure
         self._describe, self._replicating, self._writing = describe, replicating, writing
-        self._aside = Aside(len(parts.tiers.node))
+        self._cpu_affinity = CpuAffinity(len(components.tiers.node))
         share_interpreter()
 
     def begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
@@ -343,37 +345,39 @@ class Copying(Stage):
             storage: the part of it that goes to storage; None if nothing does.
             in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
         """
-        parts, rotation = self._parts, self._reservation.rotation
-        free, others = rotation.free(), rotation.all_free()
+        components, rotation = self._components, self._reservation.rotation
+        free, all_free = rotation.free(), rotation.all_free()
         slot = -1 if free is None else free  # -1: a buffer outside the rotation, only for storage
         if in_memory:
             self._reservation.rotation = rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         carrying = self._memory.carrying
         try:
-            share = parts.contents.with_gradients(plan.operators, plan.compared)
-            entries = parts.contents.entries(plan.operators, share)
-            carried = carrying.begin(plan) if in_memory else None
-            self._aside.move(carrying.processes + parts.hasher.processes)
+            share = components.contents.with_gradients(plan.operators, plan.compared)
+            entries = components.contents.entries(plan.operators, share)
+            retained = carrying.begin(plan) if in_memory else None
+            self._cpu_affinity.move(carrying.processes + components.hasher.processes)
             state = self._describe()  # before a thread copies: both need the GIL
             nbytes = None if plan.complete else self._reservation.window.snapshot
-            digests = parts.digests.of_snapshot(plan.iteration)
-            part = parts.saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes, digests)
+            digests = components.digests.of_snapshot(plan.iteration)
+            local = components.saver.take(
+                slot, plan.iteration, share, entries, all_free, in_memory, retained, nbytes, digests
+            )
         except CheckpointError as error:
             self._failure.reason = with_code(error)  # the next all-reduce reports it to the others
             return
-        snapshot = SnapshotInProgress(plan, storage, state, part)
+        snapshot = SnapshotInProgress(plan, storage, state, local)
         self.queue.append(snapshot)
-        self._memory.remember(snapshot)
+        self._memory.add_started(snapshot)
         if storage is not None:  # needs no all-reduce
             self._writing.begin(snapshot)
 
     def wait_for_gradients(self) -> None:
         """Waits for the copies of gradients that the next iteration clears; none if all are in the second buffer."""
-        for part in (snapshot.snapshot for snapshot in self.queue):
-            if part.gradients is not None:
-                begun = time.perf_counter()
-                part.gradients.wait()
-                part.gradients_s += time.perf_counter() - begun
+        for local in (snapshot.snapshot for snapshot in self.queue):
+            if local.gradients is not None:
+                start = time.perf_counter()
+                local.gradients.wait()
+                local.gradients_s += time.perf_counter() - start
                 reach("gradient_staged")
 
     def wait_for_copies(self) -> None:
@@ -391,16 +395,16 @@ class Copying(Stage):
 
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        mine = None if snapshot is None else snapshot.snapshot
-        capture = None if mine is None or mine.finalized.exception() else mine.capture
+        local = None if snapshot is None else snapshot.snapshot
+        capture = None if local is None or local.finalized.exception() else local.capture
         return {
-            "snapshot_copied": float(mine is not None),
+            "snapshot_copied": float(local is not None),
             "snapshot_no_room": float(snapshot is not None and snapshot.out_of_memory is not None),
-            "snapshot_bytes": float(mine.layout.nbytes if mine else 0),
+            "snapshot_bytes": float(local.layout.nbytes if local else 0),
             "snapshot_copy_s": 0.0 if capture is None else capture.seconds,
             "snapshot_bubble_bytes": float(0 if capture is None else capture.bubble_bytes),
-            "snapshot_gradients_s": 0.0 if mine is None or capture is None else mine.gradients_s + mine.delay(),
-            "snapshot_seal_s": mine.finalize_s if mine else 0.0,
+            "snapshot_gradients_s": 0.0 if local is None or capture is None else local.gradients_s + local.delay(),
+            "snapshot_seal_s": local.finalize_s if local else 0.0,
         }
 
     @override
@@ -408,8 +412,8 @@ class Copying(Stage):
         if totals["snapshot_no_room"] or snapshot.iteration in self._memory.dependent:
             self._memory.abandon(snapshot, later=[*self._replicating.queue, *self.queue])
             return
-        self._parts.meter.copied(totals)
-        self._parts.report.snapshot(snapshot.iteration, totals, self._parts.world.size)
+        self._components.meter.copied(totals)
+        self._components.report.snapshot(snapshot.iteration, totals, self._components.world.size)
         if snapshot.snapshot.in_memory:  # otherwise it is durable once written
             self._replicating.begin(snapshot)
 
@@ -419,8 +423,8 @@ def share_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-class Aside:
-    """Keeps background threads and processes off the training core if another core is left.
+class CpuAffinity:
+    """Keeps background threads and processes off the training core if there is another core.
 
     Args:
         workers: number of workers on this node, each with its own training core.
@@ -439,19 +443,19 @@ class Aside:
         allowed = os.sched_getaffinity(0)
         if len(allowed) <= self._workers:
             return
-        here, threads = _processor(), threading.enumerate()
-        beside, waited = (
-            {one.native_id for one in threads if one.native_id is not None and one.name.startswith(name)}
-            for name in (_BESIDE, _WITH)
+        core, threads = _processor(), threading.enumerate()
+        background, awaited = (
+            {thread.native_id for thread in threads if thread.native_id is not None and thread.name.startswith(name)}
+            for name in (_BACKGROUND, _AWAITED)
         )
-        now = here, allowed, beside | {*processes}, waited
-        if now == self._moved:
+        placement = core, allowed, background | {*processes}, awaited
+        if placement == self._moved:
             return
-        self._moved = now
-        for ones, there in ((now[2], allowed - {here}), (waited, {here})):
-            for one in ones:
+        self._moved = placement
+        for thread_ids, cores in ((placement[2], allowed - {core}), (awaited, {core})):
+            for thread_id in thread_ids:
                 with contextlib.suppress(OSError):  # it has ended, or the machine forbids it
-                    os.sched_setaffinity(one, there)
+                    os.sched_setaffinity(thread_id, cores)
         for process in processes:
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))

@@ -57,7 +57,7 @@ class Reservation:
     Every worker calls every method except :meth:`fill_spare`.
 
     Args:
-        parts: components of the generation.
+        components: components of the generation.
         settings: settings of the session.
         recovered: iterations of the snapshots that memory has from before.
 
@@ -67,16 +67,16 @@ class Reservation:
         most_buffers: maximum number of a rank's buffers for these windows.
     """
 
-    def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
-        self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
-        self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
-        self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
-        self._directory, self._tier = settings.memory_dir, "peers" if parts.peers is not None else settings.tier
+    def __init__(self, components: Components, settings: Settings, recovered: Iterable[int] = ()):
+        self._world, self._policy, self._tiers = components.world, components.policy, components.tiers
+        self._contents, self._saver, self._peers = components.contents, components.saver, components.peers
+        self._tokens, self._tap, self._report = components.tokens, components.tap, components.report
+        self._directory, self._tier = settings.memory_dir, "peers" if components.peers is not None else settings.tier
         self.rotation = Rotation.of(
             spare_buffers(self._tier),
-            keep=parts.tiers.memory is not None,
+            keep=components.tiers.memory is not None,
             recovered=recovered,
-            stores=parts.tiers.persist_interval is not None,
+            stores=components.tiers.persist_interval is not None,
         )
         self.window = SnapshotWindow()
         self.most_buffers = self.rotation.max_buffers(self.window.length, self.window.kept)
@@ -85,13 +85,13 @@ class Reservation:
         self._experts: dict[str, list[int]] = {}
         self._needed: Mapping[str, ReservedMemory] = {}  # by node, allocated memory
 
-    def make(self, iteration: int, state: int, first: bool) -> None:
+    def make(self, iteration: int, state: int, is_first: bool) -> None:
         """Allocates the memory of this node's snapshots, and of its copies of other nodes' snapshots.
 
         Args:
             iteration: iterations completed.
             state: bytes of the training state in a manifest.
-            first: this is the first generation of the job.  Later, insufficient memory does not end it.
+            is_first: this is the first generation of the job.  Later, insufficient memory does not end it.
 
         Raises:
             CheckpointError: on all workers, in the first generation: a node has too little memory.
@@ -101,15 +101,15 @@ class Reservation:
         self.look_ahead(iteration)
         self._experts = self._files_of_experts(iteration)
         needed = self._needs(self.window)
-        most = ReservedMemory.most(needed.nodes.values())
+        maximum = ReservedMemory.most(needed.nodes.values())
         try:
-            self._allocate(needed, tidies=True)
+            self._allocate(needed, remove_unused=True)
         except CheckpointError as error:
-            if first:
-                raise CheckpointError(f"{error} ({most.describe()})", code=code_of(error)) from None
+            if is_first:
+                raise CheckpointError(f"{error} ({maximum.describe()})", code=code_of(error)) from None
             self._report.not_reserved(iteration, str(error))
-        if first:
-            self._report.reserved(most)
+        if is_first:
+            self._report.reserved(maximum)
 
     def look_ahead(self, iteration: int) -> None:
         """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
@@ -138,8 +138,8 @@ class Reservation:
             return False
         trial = trial_of(self._policy)
         trial.on_snapshot(plan, load)
-        wanted, before = trial.schedule.window_length, self.window.length
-        if wanted <= before:
+        requested, before = trial.schedule.window_length, self.window.length
+        if requested <= before:
             return False
 
         def window_of(length: int) -> SnapshotWindow:
@@ -150,7 +150,7 @@ class Reservation:
         def is_too_long(length: int) -> bool:
             return not self._fits(self._needs(window_of(length)))
 
-        longest = before + bisect.bisect_left(range(before + 1, wanted + 1), True, key=is_too_long)
+        longest = before + bisect.bisect_left(range(before + 1, requested + 1), True, key=is_too_long)
         if longest > before:
             try:
                 self._allocate(self._needs(window_of(longest)))
@@ -158,9 +158,9 @@ class Reservation:
                 longest = before
                 self._saver.trim(max(len(self.rotation.slots), self.most_buffers))
         self._policy.interval.limit_window_length(longest)
-        if longest == wanted:
+        if longest == requested:
             return False
-        self._report.window_limited(plan.iteration, wanted, longest)
+        self._report.window_limited(plan.iteration, requested, longest)
         return True
 
     def fill_spare(self) -> None:
@@ -183,64 +183,64 @@ class Reservation:
 
     def _files_of_experts(self, iteration: int) -> dict[str, list[int]]:
         """Returns, by slot, the sizes of the files that the node carries; empty unless this worker leads the node."""
-        experts = [one.name for one in experts_of(self._policy)]
+        experts = [operator.name for operator in experts_of(self._policy)]
         if self._tiers.memory is None or not experts:
             return {}
-        parts = gather(bytes_of_experts(self._contents, experts, Capability.GRADIENTS in self._policy.requires))
+        sizes = gather(bytes_of_experts(self._contents, experts, Capability.GRADIENTS in self._policy.requires))
         if not self._tiers.leads_node:
             return {}
         now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
-        return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], spare - 1, now)
+        return carried_files(self._policy, [sizes[rank] for rank in self._tiers.node], spare - 1, now)
 
     def _needs(self, window: SnapshotWindow) -> _Needed:
         """Gathers the needs of all ranks for windows."""
         rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
-        own = reserved_sizes(rotation.max_buffers(window.length, window.kept), full.nbytes, window.snapshot)
+        buffers = reserved_sizes(rotation.max_buffers(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
-        kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
-        each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
-        small = each * len(own) * rotation.keep
+        copies = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
+        per_snapshot = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
+        small = per_snapshot * len(buffers) * rotation.keep
         logs = self._tap.bytes_for(_logged(window))
-        ranks = [RankMemory._make(one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
+        ranks = [RankMemory._make(needs) for needs in gather(RankMemory(buffers, copies, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         return _Needed(window, ranks, nodes)
 
     def _fits(self, needed: _Needed) -> bool:
         """Whether all nodes' file systems and machines have the memory that is needed beyond the allocated."""
-        there = min(shutil.disk_usage(self._root).free, int(psutil.virtual_memory().available))
-        here = socket.gethostname(), os.stat(self._root).st_dev, there
+        free_bytes = min(shutil.disk_usage(self._root).free, int(psutil.virtual_memory().available))
+        local = socket.gethostname(), os.stat(self._root).st_dev, free_bytes
         free: dict[tuple[str, int], int] = {}
         missing: Counter[tuple[str, int]] = Counter()
-        for rank, (host, device, there) in enumerate(gather(here)):
-            place, node = (host, device), self._tiers.nodes[rank]
-            free[place] = min(there, free[place]) if place in free else there
+        for rank, (host, device, free_bytes) in enumerate(gather(local)):
+            file_system, node = (host, device), self._tiers.nodes[rank]
+            free[file_system] = min(free_bytes, free[file_system]) if file_system in free else free_bytes
             if rank == self._tiers.nodes.index(node):  # nodes may share a file system
                 allocated = self._needed[node].total if node in self._needed else 0
-                missing[place] += needed.nodes[node].total - allocated
-        return all(missing[place] <= free[place] for place in free)
+                missing[file_system] += needed.nodes[node].total - allocated
+        return all(missing[file_system] <= free[file_system] for file_system in free)
 
-    def _allocate(self, needed: _Needed, tidies: bool = False) -> None:
-        """Allocates memory on all nodes; keeps sufficient files, and with ``tidies`` no other free ones.
+    def _allocate(self, needed: _Needed, remove_unused: bool = False) -> None:
+        """Allocates memory on all nodes; keeps sufficient files, and with ``remove_unused`` no other free ones.
 
         Raises:
             CheckpointError: on all workers: a node has too little memory.
         """
-        run_on_all(lambda: self._allocate_mine(needed, tidies), "cannot allocate memory for snapshots")
+        run_on_all(lambda: self._allocate_local(needed, remove_unused), "cannot allocate memory for snapshots")
         self._needed = needed.nodes
 
-    def _allocate_mine(self, needed: _Needed, tidies: bool) -> None:
+    def _allocate_local(self, needed: _Needed, remove_unused: bool) -> None:
         ranks, rank, node = needed.ranks, self._world.rank, self._tiers.node
-        self._small = sum(ranks[one].small for one in node)
+        self._small = sum(ranks[node_rank].small for node_rank in node)
         recovered = len(self.rotation.slots)
         for number, nbytes in enumerate(ranks[rank].own[recovered:], recovered):
             self._saver.reserve(number, nbytes)
         self._tap.reserve(_logged(needed.window))
         try:
             if self._peers is not None:
-                self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
+                self._peers.reserve(ranks, self._small, node.index(rank), len(node), remove_unused)
             for name, sizes in self._experts.items():
-                reserve_files(self._root / SLOTS_DIRECTORY, name, sizes, tidies)
+                reserve_files(self._root / SLOTS_DIRECTORY, name, sizes, remove_unused)
             self.fill_spare()
         except OSError as error:
             raise InsufficientMemoryError(

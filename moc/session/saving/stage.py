@@ -102,8 +102,8 @@ class Stage(ABC):
 
     def progress(self) -> list[dict[str, float]]:
         """Returns this worker's entries of the commit all-reduce for the first :data:`POSITIONS` snapshots."""
-        done = list(takewhile(lambda snapshot: self.work(snapshot).done(), self.queue))
-        return [self.entries(done[place] if place < len(done) else None) for place in range(POSITIONS)]
+        finished = list(takewhile(lambda snapshot: self.work(snapshot).done(), self.queue))
+        return [self.entries(finished[position] if position < len(finished) else None) for position in range(POSITIONS)]
 
     def advance(self, totals: Mapping[str, float]) -> None:
         """Receives the totals for one position: completes the first snapshot if its work is done on all workers."""
@@ -117,8 +117,8 @@ class Stage(ABC):
     def failure(self) -> str | None:
         """Returns the error on this worker that must end the run, if any."""
         futures = ((snapshot, self.work(snapshot)) for snapshot in self.queue)
-        done = [future for snapshot, future in futures if future.done() and not self.tolerates(snapshot)]
-        return next((with_code(error) for future in done if (error := future.exception())), None)
+        finished = [future for snapshot, future in futures if future.done() and not self.tolerates(snapshot)]
+        return next((with_code(error) for future in finished if (error := future.exception())), None)
 
 
 class Failure:
@@ -139,7 +139,7 @@ class Failure:
         return self.reason
 
     @contextlib.contextmanager
-    def remembering(self) -> Iterator[None]:
+    def recording_errors(self) -> Iterator[None]:
         """Context for operations of this worker alone, whose errors must reach all workers."""
         try:
             yield

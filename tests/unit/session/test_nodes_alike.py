@@ -178,7 +178,7 @@ def test_storage_copied_from_memory_has_each_element_once(tmp_path, names, monke
 
     def copy(rank):
         me.rank = rank
-        committing._copy_one(ITERATION, nodes.tiers(rank), policy)
+        committing._copy_snapshot(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:
