@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from moc.errors import UserError
 from moc.recovery.inventory import Summary
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.operators import Detail, Operator
 
 DEFAULT_REPLICAS = 2
@@ -346,10 +346,10 @@ def to_restore(
         AvailableCheckpoint(i, MEMORY, {name: detail for part, _ in parts for name, detail in part.details.items()})
         for i, parts in whole.items()
     ]
-    way = next(recoveries(held, operators, exact), None)
+    way = next(recovery_paths(held, operators, exact), None)
     if way is None:
         return []
-    first = min(one.iteration for one in way.used())
+    first = min(one.iteration for one in way.checkpoints())
     return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
 
 
@@ -432,7 +432,7 @@ def to_fetch(
         for of in sorted(of_it, key=lambda of: (of not in here, of)):
             part, operators = of_it[of], {}
             for name in sorted(part.details.keys() & names):
-                if name not in part.alike:
+                if name not in part.replica_counts:
                     operators[name] = part.details[name]
                 elif name not in whole and part.has_all(name, sizes[name]):
                     whole.add(name)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from moc.errors import cause_of
 from moc.recovery.copy_placement import NodeInventory
-from moc.recovery.gradient_chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
+from moc.recovery.gradient_chains import Chain, applicable_chains, is_operator_file, operator_file_name, updated_store
 from moc.recovery.inventory import Summary, summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.operators import Detail, Operator, operator_of
@@ -231,7 +231,7 @@ class Carrier:
     def to_compare(self) -> list[Chain]:
         """Returns the chains in reduced snapshots that were not yet compared with the state that they led to."""
         reduced = [self._seen(one.whole) for one in self._reduced()]
-        chains = foldable(reduced, self._uncompared.keys(), 1)
+        chains = applicable_chains(reduced, self._uncompared.keys(), 1)
         return [
             chain._replace(until=until)
             for chain in chains
@@ -241,7 +241,7 @@ class Carrier:
     def to_fold(self, least: int) -> list[Chain]:
         """Returns the chains of at least ``least`` gradients in reduced snapshots, the longest first."""
         experts = self._experts.keys() - self._shared - self._uncompared.keys()
-        return foldable((one.whole for one in self._reduced()), experts, least)
+        return applicable_chains((one.whole for one in self._reduced()), experts, least)
 
     def is_compared(self, experts: Collection[str]) -> None:
         """Records that the chains of these experts were compared: newer state in snapshots replaces them."""
@@ -259,7 +259,7 @@ class Carrier:
         Raises:
             CheckpointError, OSError: a read or write failed.
         """
-        folded, adopted = place_of_folded(self._store), []
+        folded, adopted = updated_store(self._store), []
         for iteration in folded.iterations():
             manifest = folded.read_manifest(iteration)
             if iteration not in self._store.iterations():
@@ -270,10 +270,10 @@ class Carrier:
                 for name, entry in manifest.operators.items()
                 if (ours := here.operators.get(name)) and (ours.detail, ours.step) == (Detail.GRAD.value, entry.step)
             }
-            files = {file: entry for file, entry in manifest.files.items() if is_of_operator(file, operators)}
+            files = {file: entry for file, entry in manifest.files.items() if is_operator_file(file, operators)}
             for file in files:
                 os.link(folded.storage.display_path(f"{checkpoint_name(iteration)}/{file}"), self._new(iteration, file))
-            others = {file: entry for file, entry in here.files.items() if not is_of_operator(file, operators)}
+            others = {file: entry for file, entry in here.files.items() if not is_operator_file(file, operators)}
             merged = dataclasses.replace(here, files=others | files, operators={**here.operators, **operators})
             self._known.pop(iteration, None)
             self._store.publish_as_is(merged)  # removes the gradients
@@ -367,7 +367,7 @@ class Carrier:
         self._known.pop(iteration)
         manifest = self._store.read_manifest(iteration)
         operators = {name: entry for name, entry in manifest.operators.items() if name in wanted}
-        files = {name: entry for name, entry in manifest.files.items() if is_of_operator(name, operators)}
+        files = {name: entry for name, entry in manifest.files.items() if is_operator_file(name, operators)}
         if not operators:
             self._store.remove(iteration)
         else:
@@ -389,7 +389,7 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
                 parts[name].append((blob, box))
     directory, files, operators = checkpoint_name(manifest.iteration), {}, {}
     for name, its in parts.items():
-        file = file_of_operator(name)
+        file = operator_file_name(name)
         files[file] = _write(place, f"{directory}/{file}", its, slot_of(wanted[name]))
         entry = manifest.operators[name]
         operators[name] = entry if wanted[name] is Detail.GRAD else entry.restricted_to(wanted[name])

@@ -28,7 +28,7 @@ from moc.errors import cause_of, code_of, warning, with_code
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
 from moc.recovery.expert_versions import Carrier
 from moc.recovery.gradient_chains import Chain
-from moc.recovery.gradient_folding import FoldOutcome
+from moc.recovery.gradient_folding import UpdateOutcome
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.session.node_service import CARRY, FOLD, HASH, MODULE
@@ -60,7 +60,7 @@ class Folds:
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
         self._helper = HelperProcess(MODULE, FOLD, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        self._under_way: dict[str, Future[FoldOutcome]] = {}
+        self._under_way: dict[str, Future[UpdateOutcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
         self._trusted = self._over = False
@@ -135,7 +135,7 @@ class Folds:
         self._helper.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> FoldOutcome:
+    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> UpdateOutcome:
         begun = time.perf_counter()
         try:
             self._helper.start()  # on this thread, since the process dies with the thread that starts it
@@ -148,7 +148,7 @@ class Folds:
             ) from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
-        return FoldOutcome(**answer)
+        return UpdateOutcome(**answer)
 
     def _has_failed(self, error: Exception) -> None:
         self._died += 1

@@ -111,11 +111,11 @@ def _folding() -> Callable[[dict[str, Any]], dict[str, Any]]:
     import torch  # takes seconds, and the worker may end meanwhile
 
     from moc.recovery.gradient_chains import Chain
-    from moc.recovery.gradient_folding import carry_out
+    from moc.recovery.gradient_folding import execute_order
 
     def answer(order: dict[str, Any]) -> dict[str, Any]:
         chains = ([Chain(*chain) for chain in order[what]] for what in ("compare", "fold"))
-        return carry_out(_memory(order["memory"]), *chains)._asdict()
+        return execute_order(_memory(order["memory"]), *chains)._asdict()
 
     torch.set_num_threads(1)
     return answer

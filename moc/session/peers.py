@@ -32,7 +32,7 @@ from moc.recovery.copy_placement import (
     to_restore,
 )
 from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
-from moc.recovery.inventory import look
+from moc.recovery.inventory import list_checkpoints
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.collectives import gather, run_on_all
@@ -271,8 +271,8 @@ class Peers:
                         f"the memory of node {restore.held_by}"
                     )
 
-    def goes_on_from(
-        self, resumed: Collection[int], log: Listener, experts: Collection[int] = (), way: RecoveryPath | None = None
+    def continue_from(
+        self, resumed: Collection[int], log: Listener, experts: Collection[int] = (), path: RecoveryPath | None = None
     ) -> tuple[int, ...]:
         """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call.
 
@@ -280,9 +280,9 @@ class Peers:
             resumed: iterations of the snapshots in memory that the run resumes from.
             log: receives warnings.
             experts: iterations of other snapshots, with experts.
-            way: recovery path of the run; None without checkpoints.
+            path: recovery path of the run; None without checkpoints.
         """
-        nodes, upto = self._inventories(), 0 if way is None else way.iteration
+        nodes, upto = self._inventories(), 0 if path is None else path.iteration
         some = bool(self._names) and partly_copied(nodes)
         others = {*experts, *(copies_of_use(nodes, self._names, upto) if some else ())} - {*resumed}
         needed, problems = sorted({*resumed, *others}), []
@@ -291,7 +291,7 @@ class Peers:
             if some:
                 own = [part for part in nodes[node].own if part.iteration in needed]
                 copies = [part for part in nodes[self._node].copies[node] if part.iteration in needed]
-                missing = {**to_copy(own, copies, self._names, resumed, _loaded(way))}
+                missing = {**to_copy(own, copies, self._names, resumed, _loaded(path))}
             problems += self._complete(node, missing)
         for iteration, text in (problem for told in gather(problems) for problem in told):
             log.message(
@@ -411,8 +411,8 @@ class Peers:
     def _inventories(self) -> dict[str, NodeInventory]:
         mine = None
         if self._leads:
-            copies = {node: look(store)[0] for node, store in self._copies().items()}
-            mine = self._node, NodeInventory(look(self._memory)[0], copies)
+            copies = {node: list_checkpoints(store)[0] for node, store in self._copies().items()}
+            mine = self._node, NodeInventory(list_checkpoints(self._memory)[0], copies)
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
@@ -451,13 +451,15 @@ class Peers:
         return {node: RemoteCarrier(self._beside, copies, self._experts) for node, copies in self._copies().items()}
 
 
-def _loaded(way: RecoveryPath | None) -> dict[str, set[int]]:
+def _loaded(path: RecoveryPath | None) -> dict[str, set[int]]:
     """Returns, by operator, the iterations in memory whose state or gradients a run has resumed with."""
-    if way is None:
+    if path is None:
         return {}
     return {
-        name: {one.iteration for one in (held, *way.folds.get(name, ())) if one.tier == MEMORY}
-        for (name, part), held in way.sources.items()
+        name: {
+            checkpoint.iteration for checkpoint in (base, *path.gradients.get(name, ())) if checkpoint.tier == MEMORY
+        }
+        for (name, part), base in path.sources.items()
         if part == MASTER
     }
 

@@ -87,23 +87,23 @@ class TokenTracker:
         self._counts.take()
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
-    def goes_on(self, state: Mapping) -> None:
+    def continue_from(self, state: Mapping) -> None:
         """Continues a saved ledger, after a recovery without losses."""
         self._continue(TokenLedger.from_state(state))
 
-    def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
+    def recovered(self, path: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """Adjusts the ledger to a recovery path; returns the increase of the proportion of lost tokens.
 
         ``states`` has, by checkpoint, the ledger stored with it.
         """
         self._counts.take()  # the ledger already has the replayed iterations
         ledgers = {key: TokenLedger.from_state(state) for key, state in states.items()}
-        if way.base.key not in ledgers:
-            self.starts_at(way.iteration)
+        if path.base.key not in ledgers:
+            self.starts_at(path.iteration)
             return Raised()
-        base, restored = ledgers.pop(way.base.key), {}
+        base, restored = ledgers.pop(path.base.key), {}
         for name, (layer, expert) in self._experts.items():
-            restored.setdefault(layer, {})[expert] = way.learned_until(name)
+            restored.setdefault(layer, {})[expert] = path.learned_until(name)
         recovered = base.after_recovery(restored, ledgers.values())
         self._continue(recovered if self._boost is None else recovered.with_debt(base, self._boost.iterations))
         raised = self._ledger.plt() - base.plt()

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.recovery.expert_versions import file_of_operator
+from moc.recovery.expert_versions import operator_file_name
 from moc.session.helpers import Folds
 from moc.state.operators import Detail
 from moc.store.host_memory import find_memory_storage
@@ -198,8 +198,8 @@ def test_damaged_gradient_is_named_and_ends_its_chain(data, tmp_path):
         bases = {file: i for i, files in sorted(there.items()) for file in files if file.endswith(FOLDED_FILE)}
         folded, base = min(bases.items(), key=lambda item: item[1])
         expert = folded.removesuffix(FOLDED_FILE)
-        assert file_of_operator(expert) in there[base + 1] and file_of_operator(expert) in there[base + 2]
-        flip(place.root / checkpoint_name(base + 2) / file_of_operator(expert), position=-8 * 16)
+        assert operator_file_name(expert) in there[base + 1] and operator_file_name(expert) in there[base + 2]
+        flip(place.root / checkpoint_name(base + 2) / operator_file_name(expert), position=-8 * 16)
         resumed = start("EP2", flags, body="pec_bodies:loaded").wait()
     begun = resumed[0].value["start"]
     assert begun >= last - 1 and any(

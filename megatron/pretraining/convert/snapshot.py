@@ -123,7 +123,7 @@ class MergedContents(ConvertedState):
 
     def __init__(self, directory: Path, way: RecoveryPath):
         root = directory.resolve().parent
-        self._of = {one.iteration: SnapshotContents(root / checkpoint_name(one.iteration)) for one in way.used()}
+        self._of = {one.iteration: SnapshotContents(root / checkpoint_name(one.iteration)) for one in way.checkpoints()}
         self._way, base = way, self._of[way.iteration]
         self.digests = base.digests
         every = (tensor for contents in self._of.values() for tensor in contents.tensors)

@@ -17,7 +17,7 @@ from moc.background import GivenUpError, background, with_retries
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.inventory import retain, whole_in
+from moc.recovery.inventory import merge_complete, retain
 from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.job import World
 from moc.session.engine import Listener, PipelineTap
@@ -351,7 +351,7 @@ def _copy_snapshot(iteration: int, tiers: Tiers, policy: Policy) -> None:
     run_on_all(copy, "cannot write a snapshot to storage")
     manifests = [node_manifest for node_manifest in gather(manifest) if node_manifest is not None]
     operators, problem = policy.operators, "cannot publish a snapshot in storage"
-    run_on_rank0(lambda: tiers.storage.publish(whole_in(operators, manifests)), problem)
+    run_on_rank0(lambda: tiers.storage.publish(merge_complete(operators, manifests)), problem)
 
 
 def _key(chunk: StoredBox) -> _Key:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
 from moc.recovery.expert_versions import CARRIED, Carrier, most_carried, slot_of
-from moc.recovery.gradient_chains import file_of_operator
-from moc.recovery.inventory import COPIED, in_memory, look
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.gradient_chains import operator_file_name
+from moc.recovery.inventory import COPIED, in_memory, list_checkpoints
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.operators import Detail, Operator, Region, operator_of
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.reserved_memory import SLOTS_DIRECTORY
@@ -79,9 +79,9 @@ def in_full(*experts):
 
 def newest(store: Store) -> dict[str, tuple[int, int]]:
     """By operator, the iterations of master weights and moments that a run goes on with; all files are compared."""
-    held = in_memory([look(store)[0]], OPERATORS)
-    way = next(recoveries(held, OPERATORS, exact=False))
-    for one in way.used():
+    held = in_memory([list_checkpoints(store)[0]], OPERATORS)
+    way = next(recovery_paths(held, OPERATORS, exact=False))
+    for one in way.checkpoints():
         manifest = store.read_manifest(one.iteration)
         reader = ShardReader(
             (store.open_verified(one.iteration, name, entry) for name, entry in manifest.files.items()), verifies=True
@@ -173,7 +173,7 @@ def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
             elif detail is not None:
                 operators[name], chains[name] = Detail.FULL, [iteration]
         take(store, carrier, iteration, operators)
-    way = next(recoveries(in_memory([look(store)[0]], OPERATORS), OPERATORS, exact=False))
+    way = next(recovery_paths(in_memory([list_checkpoints(store)[0]], OPERATORS), OPERATORS, exact=False))
     folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
     assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
     last = len(wanted) + 1
@@ -296,7 +296,7 @@ def test_failure_to_retain_expert_is_reported(store):
     (store.storage.root / checkpoint_name(1) / shard_file_name(1)).unlink()
     with raises("checkpoint-unreadable", "rank_00001"):
         carrier.carry(held_of(2, in_full(0)))
-    assert file_of_operator("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
+    assert operator_file_name("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
 
 
 def test_retained_versions_replace_reused_snapshot(store):

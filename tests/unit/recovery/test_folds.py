@@ -8,10 +8,10 @@ import torch
 
 from moc.recovery import gradient_folding
 from moc.recovery.expert_versions import Carrier
-from moc.recovery.gradient_chains import Chain, file_of_folded, foldable, place_of_folded
-from moc.recovery.gradient_folding import RULES, carry_out
-from moc.recovery.inventory import in_memory, look
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.gradient_chains import Chain, applicable_chains, updated_file_name, updated_store
+from moc.recovery.gradient_folding import RULES, execute_order
+from moc.recovery.inventory import in_memory, list_checkpoints
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.adam import Rule, Rules, kind_of
 from moc.state.operators import Detail, Operator, Region
 from moc.state.record import StepRecord
@@ -91,8 +91,8 @@ class Run:
 
     def comes_back(self) -> dict[str, int]:
         """By expert, the iteration of its newest base, which must have the bits that the expert had then."""
-        held = in_memory([look(self.store)[0]], ONES)
-        way = next(recoveries(held, ONES, exact=False))
+        held = in_memory([list_checkpoints(self.store)[0]], ONES)
+        way = next(recovery_paths(held, ONES, exact=False))
         found = {name: way.sources[name, "master"].iteration for name in NAMES}
         assert way.iteration == self.iteration and not way.stale
         for name, iteration in found.items():
@@ -119,9 +119,9 @@ def test_folded_chain_equals_trained_state(run):
     assert run.comes_back() == dict.fromkeys(NAMES, 1)
     first, *others = run.carrier.to_fold(least=4)
     assert {first, *others} == {Chain(name, 1, 8) for name in NAMES}  # the newest snapshot is not reduced yet
-    outcome = carry_out(run.store, [], [first])
+    outcome = execute_order(run.store, [], [first])
     assert outcome == ([first.operator], 7, [], [], [], "")
-    assert run.carrier.adopt() == [first.operator] and not place_of_folded(run.store).storage.list_names()
+    assert run.carrier.adopt() == [first.operator] and not updated_store(run.store).storage.list_names()
     assert run.comes_back() == {name: 8 if name == first.operator else 1 for name in NAMES}
     run.carrier.drop(run.iteration)
     assert run.comes_back()[first.operator] == 8
@@ -131,10 +131,10 @@ def test_folded_chain_equals_trained_state(run):
     assert first.operator not in run.store.read_manifest(5).operators
     run.train(**ALL_GRAD)
     run.train(e0=GRAD, e1=GRAD)
-    assert carry_out(run.store, [], run.carrier.to_fold(least=1)).gradients == 2 + 9 + 9
+    assert execute_order(run.store, [], run.carrier.to_fold(least=1)).gradients == 2 + 9 + 9
     run.carrier.adopt()
     run.carrier.drop(run.iteration)
-    held = {one.iteration: one.operators for one in in_memory([look(run.store)[0]], ONES)}
+    held = {one.iteration: one.operators for one in in_memory([list_checkpoints(run.store)[0]], ONES)}
     assert {n: max(i for i in held if held[i].get(n) == "full") for n in NAMES} == dict.fromkeys(NAMES, 10)
 
 
@@ -142,12 +142,12 @@ def test_killed_applier_leaves_state_unchanged(run):
     for _ in range(6):
         run.train(**ALL_GRAD)
     chains = run.carrier.to_fold(least=1)
-    into, steps = place_of_folded(run.store), gradient_folding._Steps(run.store)
+    into, steps = updated_store(run.store), gradient_folding._Steps(run.store)
     steps.fold(chains[0], into)  # killed before it is published
     assert run.carrier.adopt() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
     steps.fold(chains[0], into)
-    carry_out(run.store, [], chains[1:])
-    new = run.carrier._new(6, file_of_folded(chains[1].operator))  # a worker killed while it adopts it
+    execute_order(run.store, [], chains[1:])
+    new = run.carrier._new(6, updated_file_name(chains[1].operator))  # a worker killed while it adopts it
     torch.save({}, new)
     assert run.comes_back() == dict.fromkeys(NAMES, 1)
     assert run.carrier.adopt() == [chain.operator for chain in chains[1:]]
@@ -164,7 +164,7 @@ def test_chain_is_kept_until_compared_with_its_final_state(run):
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
     (chain,) = run.carrier.to_compare()
     assert chain == Chain(NAMES[0], 1, 7) and run.store.read_manifest(1).operators.keys() == {NAMES[0], NAMES[2]}
-    assert carry_out(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
+    assert execute_order(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
     run.carrier.is_compared([NAMES[0]])
     run.train(**ALL_GRAD)
     assert not run.carrier.to_compare() and run.store.read_manifest(1).operators.keys() == {NAMES[2]}
@@ -181,7 +181,7 @@ def test_differing_bits_are_detected(run, monkeypatch):
     monkeypatch.setattr(
         gradient_folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f)
     )
-    assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
+    assert execute_order(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
 
 
 def test_newer_state_ends_wait_for_comparison(run):
@@ -202,12 +202,12 @@ def test_damaged_gradients_or_missing_rules_fold_nothing(run):
     data[-1] ^= 1
     path.write_bytes(data)
     (run.store.storage.root / checkpoint_name(5) / f"{NAMES[1]}.safetensors").unlink()
-    outcome = carry_out(run.store, [], run.carrier.to_fold(least=1))
+    outcome = execute_order(run.store, [], run.carrier.to_fold(least=1))
     assert outcome.folded == [NAMES[2]] and set(outcome.superseded) == {NAMES[0], NAMES[1]}
     manifest = run.store.read_manifest(2)
     told = {**manifest.state, RULES: Rules(0.5, {}).to_plain()}
     run.store.publish_as_is(dataclasses.replace(manifest, state=told))
-    outcome = carry_out(run.store, [], [Chain(NAMES[2], 1, 5)])
+    outcome = execute_order(run.store, [], [Chain(NAMES[2], 1, 5)])
     assert not outcome.folded and outcome.why.startswith(f"{NAMES[2]}: ")
 
 
@@ -216,5 +216,5 @@ def test_chains_have_no_gap_and_start_at_newest_base():
         return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in details.items()})
 
     there = [held(1, a=FULL, b=FULL, c=GRAD), held(2, a=GRAD, b=GRAD, c=GRAD), held(3, a=FULL), held(4, a=GRAD, b=GRAD)]
-    assert foldable(there, {"a", "b", "c", "d"}, 1) == [Chain("a", 3, 4), Chain("b", 1, 2)]
-    assert foldable(there, {"a", "b"}, 2) == []
+    assert applicable_chains(there, {"a", "b", "c", "d"}, 1) == [Chain("a", 3, 4), Chain("b", 1, 2)]
+    assert applicable_chains(there, {"a", "b"}, 2) == []

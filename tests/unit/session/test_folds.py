@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from moc.recovery import gradient_folding as folding
-from moc.recovery.gradient_folding import carry_out
+from moc.recovery.gradient_folding import execute_order
 from moc.session import helpers as module
 from moc.session.helpers import Folds
 from moc.store.errors import CheckpointError
@@ -24,7 +24,7 @@ def run(tmp_path):
 @pytest.fixture
 def folds(run, monkeypatch):
     """The folder's work, without its process."""
-    monkeypatch.setattr(Folds, "_order", lambda self, memory, compare, fold: carry_out(run.store, compare, fold))
+    monkeypatch.setattr(Folds, "_order", lambda self, memory, compare, fold: execute_order(run.store, compare, fold))
     folds = Folds()
     yield folds
     folds.close()

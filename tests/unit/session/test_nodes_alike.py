@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moc.recovery.copy_placement import not_sent, place, redundancy
-from moc.recovery.inventory import in_memory, look
+from moc.recovery.inventory import in_memory, list_checkpoints
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
@@ -143,14 +143,14 @@ def test_lost_node_restores_distinct_copies(tmp_path, names, groups):
             assert pulled.bytes + pulled.alike == nodes.size(told[owner]) and not pulled.differs + pulled.damaged
             unsent += pulled.alike
     assert unsent == not_sent(placement, alike) > 0
-    everything = in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators)
+    everything = in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators)
     shutil.rmtree(tmp_path / "b")
-    (left,) = in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators)
+    (left,) = in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators)
     needed = {fragment.operator for rank in range(4) if names[rank] == "b" for fragment in nodes.states[rank].held}
     assert left.operators.keys() == PLAN.keys() - needed  # each node resumes from its own memory
     (holder,) = placement.holders[told.index("b")]
     asyncio.run(nodes.copy("b", "b", told[holder]))
-    assert in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators) == everything
+    assert in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators) == everything
     for rank in range(4):
         nodes.check(rank, nodes.memory[names[rank]])
 
