@@ -26,7 +26,7 @@ class Chain(NamedTuple):
 
 
 def operator_file_name(name: str) -> str:
-    """Returns the name of the file with one operator, carried out of a snapshot."""
+    """Returns the name of the file with one operator, copied out of a snapshot."""
     return f"{name}{SUFFIX}"
 
 
@@ -49,7 +49,7 @@ def applicable_chains(checkpoints: Iterable[AvailableCheckpoint], experts: Colle
     """Returns the chains with at least ``least`` gradients, the longest first.
 
     Args:
-        checkpoints: snapshots, each reduced to the experts that were carried out of it.
+        checkpoints: snapshots, each reduced to the experts that were copied out of it.
         experts: operators whose gradients may be applied.
         least: number of gradients.
     """

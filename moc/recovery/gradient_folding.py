@@ -1,10 +1,10 @@
 """Applies the gradients of chains in a node's memory to their bases (*folding*).
 
 MoEtion (section 5.2, Algorithm 3) updates experts in the background from the gradients saved instead of their state.
-Here a process of each node, the folder, applies them (:mod:`moc.session.node_service`). It reads files of carried
-experts (:mod:`moc.recovery.expert_versions`). It commits new bases as checkpoints of Format v1 in a separate store; the
-carrier adopts them from there. So a snapshot in memory has a single writer, and chains stay complete if the folder is
-killed.
+Here a process of each node, the background optimizer, applies them (:mod:`moc.session.node_service`). It reads files of
+retained experts (:mod:`moc.recovery.expert_versions`), and commits new bases as checkpoints of Format v1 in a separate
+store. The process that retains experts installs them from there. So a snapshot in memory has a single writer, and
+chains stay complete if the background optimizer is killed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.recovery.expert_versions import operator_file_name
-from moc.session.helpers import Folds
+from moc.session.helpers import BackgroundOptimizer
 from moc.state.operators import Detail
 from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
@@ -77,7 +77,7 @@ def test_killed_gradient_applier_restarts_and_ends_with_worker(tmp_path, monkeyp
     for name in ("glob", "json", "secrets", "runpy", "signal", "moc"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
     monkeypatch.chdir(tmp_path)
-    run, folds = Run(tmp_path / "memory"), Folds()
+    run, folds = Run(tmp_path / "memory"), BackgroundOptimizer()
     run.train(e0=Detail.FULL, e1=Detail.FULL, e2=Detail.FULL)
     go_on(folds, run, 2)
     assert renew(folds, run)[0]["equal"] == 1

@@ -15,7 +15,7 @@ from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, ex
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recovery_paths
 from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
-from moc.session.digests import Verification, named
+from moc.session.digests import Verification, name_operators
 from moc.session.engine import Engine, Listener
 from moc.session.resume.rank_transfers import exchange
 from moc.session.resume.reading import AdoptedParts, Damage, Key, SnapshotReader, StorageListing, check_state
@@ -335,7 +335,7 @@ class SnapshotLoader:
     def _blame(self, plan: RecoveryPlan, result: Verification) -> tuple[dict[Key, Damage], frozenset[int]]:
         """Reports wrong state; returns the damage of the snapshot that it is from, and the ranks that changed it."""
         what = f"the state of iteration {result.iteration} has other digests than the run computed: "
-        what += named(result.wrong)
+        what += name_operators(result.wrong)
         kept = result.ranks & plan.keep
         if not kept and (plan.path is None or plan.path.base.tier == LIVE):
             kept = plan.keep | plan.complete

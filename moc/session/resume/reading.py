@@ -22,7 +22,7 @@ from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer
 from moc.policy.token_ledger import TokenLedger
-from moc.recovery.copy_placement import NodeInventory, adopters, to_fetch
+from moc.recovery.copy_placement import NodeInventory, adopting_nodes, to_fetch
 from moc.recovery.gradient_folding import RULES
 from moc.recovery.inventory import Summary, in_storage, list_checkpoints
 from moc.recovery.sources import (
@@ -84,7 +84,7 @@ class AdoptedParts:
         """Takes over the available copies of absent nodes' parts."""
         if self._tiers.memory is None:
             return
-        adopted = adopters(self._inventories())
+        adopted = adopting_nodes(self._inventories())
         self._adopted = frozenset(owner for owner, holder in adopted.items() if holder == self._node)
         for owner, holder in sorted(adopted.items()):
             self._log.message(f"node {owner} is not there: node {holder} has a copy of its part of the snapshots")

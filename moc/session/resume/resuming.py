@@ -9,7 +9,7 @@ import functools
 from moc.background import within
 from moc.errors import warning
 from moc.policy import recovers_exactly
-from moc.recovery.expert_versions import Carrier
+from moc.recovery.expert_versions import ExpertVersions
 from moc.recovery.inventory import is_planned_by, newest_full, retained_checkpoints, retained_experts, storage_suffices
 from moc.recovery.plan import still_needed
 from moc.recovery.sources import MEMORY, STORAGE
@@ -93,7 +93,7 @@ def resume(
     if not left.has_trained:
         elsewhere.check(start.position.iteration, run)
     if parts.tokens is not None and not loaded:
-        parts.tokens.starts_at(start.position.iteration)
+        parts.tokens.start_at(start.position.iteration)
     if parts.peers is not None:
         older = parts.peers.continue_from(start.in_memory, log, start.experts, loaded.plan.path if loaded else None)
         start = dataclasses.replace(start, experts=older)
@@ -149,8 +149,8 @@ def _reduce_superseded(parts: Components) -> None:
     tiers = parts.tiers
     if tiers.memory is None or recovers_exactly(parts.policy):
         return
-    carrier = Carrier(tiers.memory, ())
-    told = gather(carrier.whole() if tiers.leads_node else None)
+    carrier = ExpertVersions(tiers.memory, ())
+    told = gather(carrier.unreduced() if tiers.leads_node else None)
     there = [whole for whole in told if whole]
     newest = max(set.intersection(*there), default=0) if there else 0
     run_on_all(lambda: carrier.reduce(newest) if tiers.leads_node else None, "cannot give up old snapshots")
@@ -209,5 +209,5 @@ def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
                 tiers.memory.move(other, before)
             elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
-        Carrier(tiers.memory, ()).delete()
+        ExpertVersions(tiers.memory, ()).delete()
         tiers.memory.remove_unpublished()

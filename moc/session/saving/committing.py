@@ -285,7 +285,7 @@ class Committing(StorageStage):
         if self._tap is not None and not self._storage.is_window_incomplete(snapshot.plan):
             self._tap.on_stored(snapshot.plan)
         if self._tokens is not None:
-            self._tokens.persisted(snapshot.iteration)
+            self._tokens.on_storage_complete(snapshot.iteration)
 
 
 def _on_rank0(world: World, start: Callable[[], Future]) -> Future:

@@ -25,8 +25,8 @@ from moc.fault_points import reach
 from moc.policy import Capability, Policy, SnapshotPlan
 from moc.runtime.collectives import first_reported, gather
 from moc.session.components import Components
-from moc.session.helpers import Carrying
-from moc.session.peers import Copied
+from moc.session.helpers import ExpertRetention
+from moc.session.peers import CopyOutcome
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.saving.committing import Committing, Removing
@@ -103,7 +103,7 @@ class Writing(StorageStage):
         self._reservation.rotation = self._reservation.rotation.persist(plan.iteration)
         self._policy.storage.on_write_begun(plan)
         if self._tokens is not None:
-            self._tokens.brought_to_storage(plan)
+            self._tokens.on_write_start(plan)
         self.begin(dataclasses.replace(snapshot, storage=plan))
 
     @override
@@ -148,7 +148,7 @@ class MemoryTier:
         start: point where the run resumes.
 
     Attributes:
-        carrying: retains the states of experts from older snapshots.
+        retention: retains the states of experts from older snapshots.
         newest: the newest snapshot that is durable in memory; None if there is none yet.
         started_snapshots: recent snapshots by iteration, kept in case the committing worker or a writer dies.
         dependent: iterations of snapshots that need an abandoned one.
@@ -164,7 +164,9 @@ class MemoryTier:
         start: ResumePoint,
     ):
         self._components, self._reservation, self._storage, self._failure = components, reservation, storage, failure
-        self.carrying = Carrying(components.tiers, components.policy, components.carriers, components.folds)
+        self.retention = ExpertRetention(
+            components.tiers, components.policy, components.retention_client, components.background_optimizer
+        )
         self.newest: SnapshotInProgress | None = None
         self.started_snapshots = dict(start.started_snapshots)
         self.dependent: set[int] = set()
@@ -190,7 +192,7 @@ class MemoryTier:
             with self._failure.recording_errors():
                 report = snapshot.snapshot.finalized.result()
                 self._components.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, report)
-            self.carrying.committed(snapshot.iteration)
+            self.retention.committed(snapshot.iteration)
         reach("snapshot_committed")
 
     def on_durable(self, snapshot: SnapshotInProgress) -> None:
@@ -198,7 +200,7 @@ class MemoryTier:
         components, iteration = self._components, snapshot.iteration
         self._reservation.rotation = self._reservation.rotation.complete(iteration)
         if components.tokens is not None:
-            components.tokens.snapshotted(iteration)
+            components.tokens.on_memory_complete(iteration)
         if components.tiers.memory is not None:
             if snapshot.plan.supersedes is not None:
                 self._superseded = snapshot.plan.supersedes
@@ -210,7 +212,7 @@ class MemoryTier:
         components = self._components
         if self._superseded is not None and components.tiers.leads_node:
             with self._failure.recording_errors():
-                self.carrying.release_before(self._superseded)
+                self.retention.release_before(self._superseded)
                 if components.peers is not None:
                     components.peers.release_before(self._superseded)
             with contextlib.suppress(OSError):  # another process has the memory: a later call tries again
@@ -245,7 +247,7 @@ class MemoryTier:
                     memory.remove(released)
                     if components.peers is not None:
                         components.peers.remove(released)
-                self.carrying.abandoned(iteration)
+                self.retention.abandoned(iteration)
 
 
 class Replicating(Stage):
@@ -275,12 +277,12 @@ class Replicating(Stage):
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
         work = None if snapshot is None else self.work(snapshot)
-        copies = Copied() if work is None or work.exception() else work.result()
+        copies = CopyOutcome() if work is None or work.exception() else work.result()
         return {
             "snapshot_replicated": float(snapshot is not None),
             "snapshot_replicated_bytes": float(copies.bytes),
-            "snapshot_alike_bytes": float(copies.alike),
-            "snapshot_not_alike": float(bool(copies.trouble)),
+            "snapshot_alike_bytes": float(copies.identical),
+            "snapshot_not_alike": float(bool(copies.problems)),
             "snapshot_copies_missing": float(len(copies.missing)),
             "snapshot_replicate_s": copies.seconds,
         }
@@ -297,7 +299,7 @@ class Replicating(Stage):
             local_reasons = list(self.work(snapshot).result().missing)
             self._report.copies_missing(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if totals["snapshot_not_alike"]:
-            local_reasons = self.work(snapshot).result().trouble
+            local_reasons = self.work(snapshot).result().problems
             self._report.replicas_differ(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if iteration in self._memory.dependent:
             self._memory.abandon(snapshot)
@@ -350,12 +352,12 @@ class Copying(Stage):
         slot = -1 if free is None else free  # -1: a buffer outside the rotation, only for storage
         if in_memory:
             self._reservation.rotation = rotation.begin(plan.iteration, storage is not None, plan.supersedes)
-        carrying = self._memory.carrying
+        retention = self._memory.retention
         try:
             share = components.contents.with_gradients(plan.operators, plan.compared)
             entries = components.contents.entries(plan.operators, share)
-            retained = carrying.begin(plan) if in_memory else None
-            self._cpu_affinity.move(carrying.processes + components.hasher.processes)
+            retained = retention.begin(plan) if in_memory else None
+            self._cpu_affinity.move(retention.processes + components.hasher.processes)
             state = self._describe()  # before a thread copies: both need the GIL
             nbytes = None if plan.complete else self._reservation.window.snapshot
             digests = components.digests.of_snapshot(plan.iteration)

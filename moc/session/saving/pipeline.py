@@ -266,7 +266,7 @@ class SavingPipeline:
         components = self._components
         progress = self._stages.progress()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._failure.find() is not None)}
-        folded = {} if components.folds is None else components.folds.contribution()
+        folded = {} if components.background_optimizer is None else components.background_optimizer.contribution()
         entries = components.tap.contribution() | self.storage.health.contribution() | components.meter.contribution()
         return entries | components.digests.contribution() | progress | failed | folded
 
@@ -319,8 +319,8 @@ class SavingPipeline:
             stages=self._stages,
         )
         final_save.run(self._position.iteration)
-        if components.folds is not None:
-            components.folds.close()
+        if components.background_optimizer is not None:
+            components.background_optimizer.close()
         if components.peers is not None:
             components.peers.quiesce()
         if components.tiers.memory is not None and self.storage.memory_is_free and components.tiers.leads_node:
@@ -339,7 +339,7 @@ class SavingPipeline:
 
     def close(self) -> None:
         """Stops retaining the states of experts from older snapshots."""
-        self._memory.carrying.close()
+        self._memory.retention.close()
 
     def _wait_until_durable(self) -> None:
         while self._stages.not_durable:
@@ -361,7 +361,9 @@ class SavingPipeline:
         components.tap.on_totals(totals)
         self.storage.health.receive(totals)
         components.digests.on_totals(totals)
-        if components.folds is not None and (updates := components.folds.on_totals(totals)):
+        if components.background_optimizer is not None and (
+            updates := components.background_optimizer.on_totals(totals)
+        ):
             components.report.background_updates(self._position.iteration, updates)
         self._memory.release_superseded()
         self._stages.advance(totals)
@@ -547,7 +549,7 @@ def _record_start(
     if storage is not None:
         components.policy.storage.on_write_begun(storage)
     if components.tokens is not None:
-        components.tokens.begun(plan, storage)
+        components.tokens.on_start(plan, storage)
         components.report.at_risk(plan.iteration, components.policy, components.tokens, settings.train_iters)
 
 

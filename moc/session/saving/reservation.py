@@ -22,13 +22,13 @@ from moc.runtime.collectives import gather, run_on_all
 from moc.session.components import Components
 from moc.session.helpers import experts_of
 from moc.session.memory import (
-    Now,
     RankMemory,
     ReservedMemory,
+    RunProgress,
     SnapshotWindow,
     bytes_of_experts,
-    carried_files,
     next_window,
+    retained_files,
     trial_of,
 )
 from moc.session.settings import Settings
@@ -182,28 +182,30 @@ class Reservation:
         return window._replace(snapshot=max(filter(None, gather(window.snapshot)), default=None))
 
     def _files_of_experts(self, iteration: int) -> dict[str, list[int]]:
-        """Returns, by slot, the sizes of the files that the node carries; empty unless this worker leads the node."""
+        """Returns, by slot, the sizes of the files that the node retains; empty unless this worker leads the node."""
         experts = [operator.name for operator in experts_of(self._policy)]
         if self._tiers.memory is None or not experts:
             return {}
         sizes = gather(bytes_of_experts(self._contents, experts, Capability.GRADIENTS in self._policy.requires))
         if not self._tiers.leads_node:
             return {}
-        now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
-        return carried_files(self._policy, [sizes[rank] for rank in self._tiers.node], spare - 1, now)
+        progress, spare = RunProgress(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
+        return retained_files(self._policy, [sizes[rank] for rank in self._tiers.node], spare - 1, progress)
 
     def _needs(self, window: SnapshotWindow) -> _Needed:
         """Gathers the needs of all ranks for windows."""
         rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
-        buffers = reserved_sizes(rotation.max_buffers(window.length, window.kept), full.nbytes, window.snapshot)
-        count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
+        buffers = reserved_sizes(rotation.max_buffers(window.length, window.copied_nodes), full.nbytes, window.snapshot)
+        count = most_copies(window.copied_nodes, rotation.spare) if self._peers is not None else 0
         copies = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         per_snapshot = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
         small = per_snapshot * len(buffers) * rotation.keep
         logs = self._tap.bytes_for(_logged(window))
         ranks = [RankMemory._make(needs) for needs in gather(RankMemory(buffers, copies, small, logs, self._experts))]
-        nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
+        nodes = ReservedMemory.of(
+            ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.copied_nodes)
+        )
         return _Needed(window, ranks, nodes)
 
     def _fits(self, needed: _Needed) -> bool:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from moc.errors import with_code
 from moc.policy import SnapshotPlan
 from moc.recovery.inventory import COPIED
-from moc.session.peers import Copied
+from moc.session.peers import CopyOutcome
 from moc.snapshot.saver import Snapshot
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 
@@ -41,7 +41,7 @@ class SnapshotInProgress:
     storage: SnapshotPlan | None
     state: dict
     snapshot: Snapshot
-    replicated: Future[Copied] | None = None
+    replicated: Future[CopyOutcome] | None = None
     committed: Future[None] | None = None
 
     @property

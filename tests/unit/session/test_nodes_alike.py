@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from moc.recovery.copy_placement import not_sent, place, redundancy
+from moc.recovery.copy_placement import not_sent, place_copies, redundancy
 from moc.recovery.inventory import in_memory, list_checkpoints
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
@@ -134,7 +134,7 @@ def test_nodes_hold_their_ranks_state_and_storage_one_copy(tmp_path, names):
 def test_lost_node_restores_distinct_copies(tmp_path, names, groups):
     nodes, told = Nodes(tmp_path, names), list(dict.fromkeys(names))
     alike = {frozenset(map(told.index, of)): amount for of, amount in nodes.alike.nbytes.items()}
-    placement = place(len(told), 1, alike)
+    placement = place_copies(len(told), 1, alike)
     assert placement.groups == groups
     unsent = 0
     for owner, holders in placement.holders.items():
