@@ -71,7 +71,7 @@ class Job:
     partial_model_parts: tuple[int, ...] = ()
 
     def __init__(self):
-        self.rank, self.size, _ = environment.worker_place()
+        self.rank, self.size, _ = environment.launcher_ranks()
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:

@@ -299,7 +299,7 @@ class Membership:
         if not self.can_grow:
             return []
         if not self.has_begun:
-            self.blocks.members = self.seating.best_seats(self.blocks.filled_blocks)
+            self.blocks.members = self.seating.largest_assignment(self.blocks.filled_blocks)
             return self._start_missing_workers()
         repeated, self.scale_up.in_progress = self.scale_up.in_progress, True
         if self.scale_up.joining_workers_are_ready or (self.live.survive_resize and self.scale_up.move_reason):
@@ -352,7 +352,7 @@ class Membership:
         is_ending = self.stop_signal is not None or bool(self._finished)
         if is_ending or not (self.blocks.is_elastic and self.live.survive_resize and self.blocks.is_known):
             return False
-        return len(left) >= self.blocks.min_members and bool(self.seating.ready_seats(left))
+        return len(left) >= self.blocks.min_members and bool(self.seating.ready_assignment(left))
 
     def stop_departing(self) -> list[Order]:
         """Has the departing nodes stop the job instead, as any other stop signal does."""
@@ -447,8 +447,8 @@ class Membership:
             return self._end_job(
                 exit_code,
                 f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker "
-                f"{self._standstill.moment}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
-                "--max-standstill",
+                f"{self._standstill.phase}, too{self._standstill.shared_device}. Fix: correct what kills workers, or "
+                "raise --max-standstill",
                 code="progress-missing",
                 loss=loss,
             )
@@ -649,13 +649,19 @@ class Membership:
     def _can_resize(self) -> bool:
         """Whether the job can run on the connected nodes, even if the members change."""
         return (
-            self.blocks.is_elastic and self.blocks.is_known and bool(self.seating.best_seats(self.blocks.filled_blocks))
+            self.blocks.is_elastic
+            and self.blocks.is_known
+            and bool(self.seating.largest_assignment(self.blocks.filled_blocks))
         )
 
     def _may_accept_fewer_nodes(self, worker: WorkerRecord) -> bool:
         """Returns whether the program may refuse this reduced number of nodes, and accept a smaller one."""
         members = self.blocks.members[: self.seating.nodes_in_copies]
-        return len(members) < self.blocks.count and not worker.is_ready and bool(self.seating.best_seats(members[:-1]))
+        return (
+            len(members) < self.blocks.count
+            and not worker.is_ready
+            and bool(self.seating.largest_assignment(members[:-1]))
+        )
 
     def _resize(self, reason: GenerationReason) -> list[Order]:
         """Continues on the connected nodes: workers that stay get other ranks, and all others are restarted."""
