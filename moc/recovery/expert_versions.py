@@ -184,10 +184,10 @@ class ExpertVersions:
         """
         stored = self._list_stored()
         if snapshot is not None:
-            earlier = [other for other in stored if other.unreduced.iteration < snapshot.iteration]
+            earlier = [other for other in stored if other.complete.iteration < snapshot.iteration]
             stored = [*earlier, StoredSnapshot(snapshot, self._copied(snapshot, copied), compared)]
         self._retain_for_comparison(stored)
-        newest, amount = max((other.unreduced.iteration for other in stored), default=0), 0
+        newest, amount = max((other.complete.iteration for other in stored), default=0), 0
         for iteration, versions in self._newest_versions(stored).items():
             names = self._names(iteration) if versions and iteration != newest else []
             if RETAINED_MANIFEST not in names and any(map(is_shard_file_or_part, names)):
@@ -234,14 +234,14 @@ class ExpertVersions:
         Raises:
             CheckpointError, OSError: a write failed.
         """
-        stored = [snapshot for snapshot in self._list_stored() if snapshot.unreduced.iteration <= upto]
+        stored = [snapshot for snapshot in self._list_stored() if snapshot.complete.iteration <= upto]
         for iteration, versions in self._newest_versions(stored).items():
             if iteration < upto and not any(map(is_shard_file_or_part, self._names(iteration))):
                 self._keep_only(iteration, versions)
 
     def chains_to_compare(self) -> list[Chain]:
         """Returns the chains in reduced snapshots that were not yet compared with the state that they led to."""
-        reduced = [self._without_uncompared(snapshot.unreduced) for snapshot in self._reduced()]
+        reduced = [self._without_uncompared(snapshot.complete) for snapshot in self._reduced()]
         chains = applicable_chains(reduced, self._uncompared.keys(), 1)
         return [
             chain._replace(until=until)
@@ -252,7 +252,7 @@ class ExpertVersions:
     def chains_to_apply(self, least: int) -> list[Chain]:
         """Returns the chains of at least ``least`` gradients in reduced snapshots, the longest first."""
         experts = self._experts.keys() - self._shared - self._uncompared.keys()
-        return applicable_chains((snapshot.unreduced for snapshot in self._reduced()), experts, least)
+        return applicable_chains((snapshot.complete for snapshot in self._reduced()), experts, least)
 
     def on_compared(self, experts: Collection[str]) -> None:
         """Records that the chains of these experts were compared: newer state in snapshots replaces them."""
@@ -340,22 +340,22 @@ class ExpertVersions:
         return dataclasses.replace(checkpoint, operators=copied)
 
     def _reduced(self) -> list[StoredSnapshot]:
-        return [snapshot for snapshot in self._list_stored() if not self._snapshots[snapshot.unreduced.iteration][0]]
+        return [snapshot for snapshot in self._list_stored() if not self._snapshots[snapshot.complete.iteration][0]]
 
     def _retain_for_comparison(self, stored: Iterable[StoredSnapshot]) -> None:
         """Retains chains whose new state is to be compared, unless they have a gap or belong to several nodes."""
         if not self.is_comparing:
             return
-        by_iteration = {snapshot.unreduced.iteration: snapshot for snapshot in stored}
+        by_iteration = {snapshot.complete.iteration: snapshot for snapshot in stored}
         newest = {
             n: i
             for i in sorted(by_iteration)
-            for n, d in by_iteration[i].unreduced.operators.items()
+            for n, d in by_iteration[i].complete.operators.items()
             if d == Detail.FULL.value
         }
         self._uncompared = {name: i for name, i in self._uncompared.items() if newest.get(name) == i}
         for iteration, snapshot in sorted(by_iteration.items()):
-            before = by_iteration[iteration - 1].unreduced.operators if iteration - 1 in by_iteration else {}
+            before = by_iteration[iteration - 1].complete.operators if iteration - 1 in by_iteration else {}
             for name in snapshot.compared & self._experts.keys() & before.keys() - self._shared:
                 if newest[name] == iteration and self._compared.get(name) != iteration:
                     self._uncompared[name] = iteration
@@ -370,7 +370,7 @@ class ExpertVersions:
     def _newest_versions(self, stored: Iterable[StoredSnapshot]) -> dict[int, dict[str, Detail]]:
         stored = list(stored)
         versions = newest_versions(
-            (self._without_uncompared(snapshot.unreduced) for snapshot in stored), self._experts.keys()
+            (self._without_uncompared(snapshot.complete) for snapshot in stored), self._experts.keys()
         )
         for iteration, copied in newest_versions(
             (snapshot.copied for snapshot in stored), self._experts.keys()
@@ -393,7 +393,7 @@ class ExpertVersions:
                 storage.remove(f"{directory}/{name}")
 
     def _keep_only(self, iteration: int, retained: Collection[str]) -> None:
-        if not self._snapshots[iteration][1].unreduced.operators.keys() - retained:
+        if not self._snapshots[iteration][1].complete.operators.keys() - retained:
             return
         self._snapshots.pop(iteration)
         manifest = self._store.read_manifest(iteration)

@@ -141,7 +141,7 @@ def lose_and_restore(memory: str, directory: str) -> dict:
 
     _lose_first(node, damaged={1: 2})
     told["another copy"] = node.has() | {"value": node.value(2)}
-    node.peers.goes_on_from([2], node)
+    node.peers.continue_from([2], node)
     told["gone on"] = node.has()
 
     node.end_replica_server()

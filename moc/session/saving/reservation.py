@@ -196,8 +196,8 @@ class Reservation:
         """Gathers the needs of all ranks for windows."""
         rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
-        buffers = reserved_sizes(rotation.max_buffers(window.length, window.copied_nodes), full.nbytes, window.snapshot)
-        count = most_copies(window.copied_nodes, rotation.spare) if self._peers is not None else 0
+        buffers = reserved_sizes(rotation.max_buffers(window.length, window.kept), full.nbytes, window.snapshot)
+        count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         copies = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         per_snapshot = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
         small = per_snapshot * len(buffers) * rotation.keep

@@ -176,7 +176,7 @@ def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
                 operators[name], chains[name] = Detail.FULL, [iteration]
         take(store, carrier, iteration, operators)
     way = next(recovery_paths(in_memory([list_checkpoints(store)[0]], OPERATORS), OPERATORS, exact=False))
-    folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
+    folds = {name: [one.iteration for one in its] for name, its in way.gradients.items()}
     assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
     last = len(wanted) + 1
     data = {i: bytes_in(store, i) - 4096 * len(store.read_manifest(i).files) for i in store.iterations()}

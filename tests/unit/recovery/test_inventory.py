@@ -85,8 +85,8 @@ def test_operator_partly_on_lost_node_is_excluded():
 def test_identical_replicas_are_complete_on_each_node():
     """Each node resumes from its own memory."""
     alike = {"output": 2}
-    parts = [[Summary(3, 4, 1, {"output": full(10)}, alike=alike)] for _ in range(2)]
+    parts = [[Summary(3, 4, 1, {"output": full(10)}, replica_counts=alike)] for _ in range(2)]
     assert [one.operators for one in in_memory(parts, OPERATORS)] == [{"output": "full"}]
     assert [one.operators for one in in_memory(parts[:1], OPERATORS)] == [{}]
     (part,) = parts[0]
-    assert part.shares("output", 10) and not part._replace(alike={}).shares("output", 10)
+    assert part.shares("output", 10) and not part._replace(replica_counts={}).shares("output", 10)

@@ -1,4 +1,4 @@
-"""Carriers in a process of their own do what carriers do, and are started again when they have died."""
+"""Expert versions in another process behave as in this one; a process that has died is started again."""
 
 import os
 import signal
