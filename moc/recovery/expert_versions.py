@@ -14,13 +14,9 @@ A background process can apply a chain's gradients to its base (:mod:`moc.recove
 base is *installed*: it replaces these gradients. A snapshot with both an expert's state and the gradients that led to
 it is used to *compare* the two. Until then the chain is retained, as if the newer state did not exist.
 
-Other nodes may receive copies of fewer experts (:func:`to_copy`). If several nodes save parts of an expert, all parts
-are needed. So a node's memory also retains its part of the version that was copied.
-
-Selects copies of some operators: those still needed when a run resumes, and missing ones. Other nodes may receive
-fewer experts of a snapshot than a node's own memory has. So an expert's newest copy may be older than its newest
-state. If several nodes save parts of an expert, its copies are complete only with all parts. So each node's memory,
-and each holder, retains the copied version until a newer one has copies.
+Other nodes may receive copies of fewer experts than a node's own memory has (:func:`to_copy`). So an expert's newest
+copy may be older than its newest state. If several nodes save parts of an expert, its copies are complete only with all
+parts. So each node's memory, and each node with copies, retains the copied version until a newer one has copies.
 """
 
 from __future__ import annotations
@@ -150,7 +146,7 @@ class StoredSnapshot(NamedTuple):
 
 
 class ExpertVersions:
-    """Carries experts of one node's snapshots in its memory, either its own or copies for another node.
+    """Versions of the experts in one node's snapshots in memory: its own, or copies for another node.
 
     ``experts`` are the operators that may be older than the rest; empty if none may.
     """
@@ -265,7 +261,7 @@ class ExpertVersions:
         self._uncompared.clear()
 
     def install_bases(self) -> list[str]:
-        """Replaces gradients by the bases that this node's folder has committed; returns the operators.
+        """Replaces gradients by the bases that this node's background optimizer has committed; returns the operators.
 
         Raises:
             CheckpointError, OSError: a read or write failed.
@@ -410,7 +406,7 @@ def _has_both(detail: str, slots: Collection[str]) -> bool:
 
 
 def _copy_out(store: Store, manifest: Manifest, versions: Mapping[str, Detail]) -> int:
-    """Carries operators out; operators wanted as gradients with all that the snapshot has of them."""
+    """Copies operators to their own files; operators as gradients with all that the snapshot has of them."""
     storage, chunks_of = store.storage, defaultdict[str, list[tuple[Blob, StoredBox]]](list)
     assert isinstance(storage, LocalStorage)  # snapshots in memory are local
     for file, entry in manifest.files.items():

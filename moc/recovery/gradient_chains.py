@@ -41,7 +41,7 @@ def is_operator_file(file: str, operators: Collection[str]) -> bool:
 
 
 def updated_store(store: Store) -> Store:
-    """Returns the store where the folder of a node commits new bases of the snapshots in a store."""
+    """Returns the store where a node's background optimizer commits new bases of the snapshots in a store."""
     return Store(LocalStorage(f"{store.storage.name}/folded", in_memory=True))
 
 

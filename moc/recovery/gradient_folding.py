@@ -1,4 +1,4 @@
-"""Applies the gradients of chains in a node's memory to their bases (*folding*).
+"""Applies the gradients of chains in a node's memory to their bases.
 
 MoEtion (section 5.2, Algorithm 3) updates experts in the background from the gradients saved instead of their state.
 Here a process of each node, the background optimizer, applies them (:mod:`moc.session.node_service`). It reads files of
@@ -50,7 +50,7 @@ class UpdateOutcome(NamedTuple):
 
 
 def execute_order(store: Store, to_compare: Iterable[Chain], to_apply: Iterable[Chain]) -> UpdateOutcome:
-    """Compares the state at the end of some chains with the chain's result, and folds others.
+    """Compares the state at the end of some chains with the chain's result, and applies the gradients of others.
 
     Removes earlier results in :func:`updated_store`, then commits the new bases there, one manifest per iteration.
     """
@@ -131,7 +131,7 @@ class _Steps:
         return file, OperatorEntry(Detail.FULL.value, step, elements)
 
     def _follow(self, chain: Chain) -> tuple[dict[tuple[str, Region], dict[str, torch.Tensor]], int]:
-        """Returns the state at the end of a chain, by tensor, box and slot, and its number of updates."""
+        """Returns the state at the end of a chain, by tensor chunk and slot, and its number of updates."""
         name, base = chain.operator, ShardReader(self._files(chain.base, chain.operator), verifies=True)
         entries = [source.box for source in base.sources()]
         slots = {entry.slot for entry in entries} - {"grad"}

@@ -1,4 +1,4 @@
-"""Summarizes the snapshots in storage and memory, and which of them must stay."""
+"""Summarizes the snapshots in storage and memory, and selects the ones that must be retained."""
 
 from __future__ import annotations
 
@@ -294,8 +294,8 @@ def storage_suffices(checkpoints: Iterable[AvailableCheckpoint], policy: Policy)
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
     """Removes checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
 
-    Checkpoints with unreadable manifests stay. So do checkpoints newer than ``upto``, the newest of this run, and
-    checkpoints of an incomplete window.
+    Checkpoints with unreadable manifests are retained. So are checkpoints newer than ``upto``, the newest of this run,
+    and checkpoints of an incomplete window.
     """
     checkpoints = [checkpoint for checkpoint in in_storage(list_checkpoints(store)[0]) if checkpoint.iteration <= upto]
     needed_keys = needed(checkpoints, operators, exact, keep)
@@ -327,8 +327,8 @@ class RetainedExperts(NamedTuple):
     """Snapshots in memory that a run has taken experts from, and may need again.
 
     Attributes:
-        older: iterations up to the resumed one, except snapshots that stay anyway.
-        newer: iterations after the resumed one; the run will take these snapshots again.
+        older: iterations up to the resumed one, except snapshots that are retained anyway.
+        newer: iterations after the resumed one; the run will repeat these snapshots.
         before: iterations of snapshots that were already moved to superseded memory.
     """
 
@@ -362,7 +362,7 @@ def retained_checkpoints(
     iteration: int,
     window: Sequence[SnapshotPlan],
 ) -> RetainedCheckpoints:
-    """Returns the checkpoints that stay when a run resumes from an iteration; identical on all ranks.
+    """Returns the checkpoints to retain when a run resumes from an iteration; identical on all ranks.
 
     Args:
         checkpoints: available checkpoints.

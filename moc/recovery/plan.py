@@ -15,7 +15,7 @@ others roll forward to it. If only lagging ranks have part of the state, they co
 gradients. The commit all-reduce took place, so every rank had them. Otherwise, ranks that are ahead load the older
 state from its checkpoint.
 
-Upstream logs add another way (MoEvement, section 3.4, Appendix A): stages of lost workers return to a checkpoint and
+Upstream logs add a fourth one (MoEvement, section 3.4, Appendix A): stages of lost workers return to a checkpoint and
 *replay* up to the iteration of the others, which logged what they sent. Adjacent stages that replay together recompute
 the data between them. As few stages as possible replay. A stage whose replay is interrupted by another loss *continues*
 from its progress, if all its workers survive.
@@ -48,7 +48,7 @@ ChunkIds = Mapping[int, Mapping[str, str]]
 """By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 Lacking = Mapping[int, Collection[str]]
-"""By rank with state, the operators among its pieces whose state it lacks; absent if it has all."""
+"""By rank with state, the operators that it has a part of and whose state it lacks; absent if it lacks none."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class JobInventory:
             same tensors.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients its worker still has.
-        lacking: by rank, the operators among its pieces whose state its worker lacks, though it has the others.
+        lacking: by rank, the operators whose state its worker lacks, though it has the others.
     """
 
     checkpoints: Sequence[AvailableCheckpoint]

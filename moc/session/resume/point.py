@@ -23,11 +23,12 @@ class ResumePoint:
         position: iterations and samples completed.
         record: step record of the last iteration, if known.
         newest: iteration of the newest recovery path, in memory or in storage; None if there is none.
-        in_memory: iterations of the snapshots that stay in memory: of that path if it is there, and of the current
+        in_memory: iterations of the snapshots retained in memory: of that path if it is in memory, and of the current
             window.
         experts: iterations of other snapshots in memory with experts that are still needed.
-        newer: like ``experts``, but superseded; they are moved aside for the snapshots that the run takes again.
-        before: like ``newer``, but moved aside already.
+        newer: like ``experts``, but superseded; they are moved to superseded memory, since the run repeats these
+            snapshots.
+        before: like ``newer``, but already in superseded memory.
         repeated_plan: plan of this position's snapshot, if it was started and is lost.
         stored: known checkpoints in storage up to this position.
         has_listed_storage: storage has been taken and listed to resume; otherwise this is due in the background.

@@ -1,6 +1,6 @@
 """Reads the snapshots that this worker can reach: in storage, in its node's memory, and parts of absent nodes.
 
-Usually each rank finds the state that it loads in the memory of its own node, where it has saved it.
+Usually each rank loads state that it has saved in the memory of its own node.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AdoptedParts:
             self._log.message(f"node {owner} is not there: node {holder} has a copy of its part of the snapshots")
 
     def list_parts(self, check: Callable[[Manifest, str], None]) -> tuple[list[Summary], list[str]]:
-        """Lists the parts that this node has adopted, as :func:`moc.recovery.inventory.list_parts` does."""
+        """Lists the parts that this node has adopted, as :func:`moc.recovery.inventory.list_checkpoints` does."""
         listings = [list_checkpoints(self._store(owner), check) for owner in sorted(self._adopted)]
         return [part for parts, _ in listings for part in parts], [
             problem for _, problems in listings for problem in problems
@@ -286,7 +286,7 @@ class SnapshotReader:
         return damaged or None
 
     def _reader(self, checkpoint: AvailableCheckpoint, manifest: Manifest) -> ShardReader:
-        own_file = shard_file_name(self._world.rank)  # in the same layout it holds nearly everything
+        own_file = shard_file_name(self._world.rank)  # in the same layout, it has nearly all that the rank loads
         names, home = sorted(manifest.files, key=lambda name: name != own_file), self._home(checkpoint, manifest)
         blobs = (home[name].open_verified(checkpoint.iteration, name, manifest.files[name]) for name in names)
         return ShardReader(blobs, verifies=True, opens_lazily=True)
@@ -310,7 +310,7 @@ class SnapshotReader:
         return [tier_store, *adopted] if not adopted or checkpoint.iteration in tier_store.iterations() else adopted
 
     def store(self, checkpoint: AvailableCheckpoint) -> Store:
-        """Returns the store that holds a checkpoint."""
+        """Returns the store of a checkpoint's tier."""
         return self._stores[checkpoint.tier]
 
     def display_path(self, checkpoint: AvailableCheckpoint) -> str:

@@ -47,7 +47,7 @@ from moc.store.manifest import Manifest
 
 
 class Repair:
-    """Saving of this worker's missing parts; the publisher finds them together with the parts of the other workers.
+    """Saves this worker's missing parts of snapshots; they are committed together with the parts of other workers.
 
     Attributes:
         failure: error of a failed save; None if nothing failed.
@@ -178,7 +178,7 @@ class Rebuilder:
         if plan.path is not None and plan.path.base.tier != LIVE:
             base = plan.path.base
             self._reader.check(base, manifests[base.key], window=len(plan.path.points) > 1 or bool(plan.path.gradients))
-            if plan.path.gradients:  # refuse unsuitable state now: later it would count as damage
+            if plan.path.gradients:  # checked now: later, unsuitable state would count as damage
                 self._engine.load_scalars(manifests[base.key].state, self._reader.display_path(base))
             self._log.message(f"loading snapshot {self._reader.display_path(base)}")
         self._exchange_records(plan)

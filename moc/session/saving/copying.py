@@ -223,7 +223,7 @@ class MemoryTier:
         """Abandons a snapshot because a worker lacks memory; earlier durable snapshots stay.
 
         If a state is spread over several snapshots, the others of its window are abandoned, too.  So are those of
-        ``later``, begun since then, which may need it.
+        ``later``, started since then, which may need it.
         """
         components, iteration, before = self._components, snapshot.iteration, self._reservation.rotation
         if error := first_reported(str(snapshot.out_of_memory or "") or None):

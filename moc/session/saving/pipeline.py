@@ -213,11 +213,11 @@ class SavingPipeline:
         self._reservation.make(self._position.iteration, len(json.dumps(self._describe())), is_first)
 
     def restart_snapshot(self) -> None:
-        """Begins the snapshot of the resumed position if it is lost, or was due and had not begun."""
+        """Starts the snapshot of the resumed position if it is lost, or was due and not started."""
         plan, start = self._start.repeated_plan, self._start
         if plan is not None and self.storage.defer(plan):
             return
-        if plan is not None:  # the policy counts it as begun
+        if plan is not None:  # the policy counts it as started
             storage = self.storage.part_of(plan, self._stages.window_may_begin)
             self.storage.on_start(plan, storage)
             if storage is not None:
@@ -543,7 +543,7 @@ def _stages(
 def _record_start(
     plan: SnapshotPlan, storage: SnapshotPlan | None, tier: StorageTier, components: Components, settings: Settings
 ) -> None:
-    """Records the start of a snapshot before it, so that it is begun again if a worker is lost meanwhile."""
+    """Records the start of a snapshot before it, so that it is repeated if a worker is lost meanwhile."""
     tier.on_start(plan, storage)
     components.policy.on_snapshot(plan, components.tokens and components.tokens.load)
     if storage is not None:

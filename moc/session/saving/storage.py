@@ -1,4 +1,4 @@
-"""Tracks storage: its failures and delays, the state that it has and lacks, and which snapshots go there.
+"""Tracks storage: its failures and delays, the state that it has and lacks, and the snapshots written to it.
 
 Decisions follow from commit all-reduces, so they are identical on all workers.  Clocks differ, so the all-reduces
 include all states that depend on a clock.
@@ -42,7 +42,7 @@ _LONG_S = 30.0
 def may_begin(outstanding: int, buffers: int) -> bool:
     """Returns whether another snapshot may begin without a memory tier.
 
-    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither committed nor abandoned.
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: started, and neither committed nor abandoned.
 
     Args:
         outstanding: number of such snapshots.
@@ -169,7 +169,7 @@ class StorageHealth:
             self._due = (iteration // self.every + 1) * self.every
 
     def wait(self) -> None:
-        """Waits for storage to be prepared, on the worker that prepares it, or for a moment."""
+        """Waits for storage to be prepared, on the worker that prepares it, or for half a second."""
         if self._ready is not None:
             wait([self._ready], timeout=_WAIT_S)
 
@@ -205,7 +205,7 @@ class StorageHealth:
             )
 
     def on_lag(self, lag: Lag | None) -> None:
-        """Records the lag after an iteration; warns if storage lacks state that the policy promises to be there."""
+        """Records the lag after an iteration; warns if storage lacks state that the policy promises."""
         self._lag = lag
         if lag is None:
             return
@@ -335,9 +335,9 @@ class StorageTier:
 
     Attributes:
         newest: iteration that a run could resume from if all memory were lost; None if there is none.
-        newest_started: iteration of the newest snapshot, in any tier; None if there is none.
+        newest_started: iteration of the newest started snapshot, in any tier; None if there is none.
         complete: that snapshot contains the entire state, and has not failed to become durable.
-        problem: why the last snapshot meant for storage did not get there; empty if it did.
+        problem: why the last snapshot for storage was not saved; empty if it was.
     """
 
     def __init__(self, policy: Policy, health: StorageHealth, start: ResumePoint, has_memory_tier: bool):
@@ -398,7 +398,7 @@ class StorageTier:
         self._first_due = self._first_due or (iteration if self._is_overdue else None)
 
     def defer(self, plan: SnapshotPlan) -> bool:
-        """Records that a snapshot, counted as begun, cannot be taken again yet; returns False if it can."""
+        """Records that a snapshot that the policy counts as started cannot be repeated yet; returns False if it can."""
         if self._has_memory_tier or not self._is_unavailable:
             return False
         self._policy.schedule.restart_window()
