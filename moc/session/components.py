@@ -31,7 +31,7 @@ from moc.sharding.save_plan import (
 )
 from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Contents
-from moc.snapshot.device_copy import bubbles_on
+from moc.snapshot.device_copy import BubbleGate, bubbles_on
 from moc.snapshot.saver import Saver
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
@@ -131,16 +131,7 @@ def build(
         contents = Contents(engine.state, stage_replicas, world.rank, parse_scheme(settings.sharding), nodes)
         bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = undo.enter_context(closing(Hasher()))
-        saver = Saver(
-            world.rank,
-            world.device,
-            tiers.memory,
-            tiers.storage,
-            gate=bubbles,
-            kept=buffers,
-            check=check_generation,
-            hashes=hasher.digests,
-        )
+        saver = _make_saver(world, tiers, bubbles, buffers, hasher)
         undo.callback(saver.close)
         background_optimizer = BackgroundOptimizer() if Capability.BACKGROUND_UPDATES in policy.requires else None
         if peers is not None and peers.replicas == 1:  # several copies of a node's snapshots would have different bases
@@ -162,6 +153,19 @@ def build(
         background_optimizer=background_optimizer,
         hasher=hasher,
         digests=Digests(engine, settings.digest_interval, known_digests),
+    )
+
+
+def _make_saver(world: World, tiers: Tiers, bubbles: BubbleGate | None, buffers: KeptBuffers, hasher: Hasher) -> Saver:
+    return Saver(
+        world.rank,
+        world.device,
+        tiers.memory,
+        tiers.storage,
+        gate=bubbles,
+        kept=buffers,
+        check=check_generation,
+        hashes=hasher.digests,
     )
 
 

@@ -44,7 +44,7 @@ from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
 from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.resume.survivors import CommitReported, Survivors, commit_complete_snapshots
+from moc.session.resume.survivors import CommitReported, Survivors, commit_saved_snapshots
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.adam import Rules
 from moc.state.operators import Detail, Fragment, UnsupportedStateError, operator_of
@@ -417,7 +417,7 @@ class StorageListing:
         """
         with self._reporting_wait() if survivors.has_trained else contextlib.nullcontext():
             if self._tiers.memory is None:
-                commit_complete_snapshots(survivors, self._tiers, self._commit, self._world)
+                commit_saved_snapshots(survivors, self._tiers, self._commit, self._world)
             stored, problems = run_on_rank0(self._list, f"cannot look for snapshots in {self._storage.storage.name}")
         self.is_done = True
         return in_storage(stored), problems

@@ -19,7 +19,7 @@ from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
 from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.point import NoRecoveryPoint, ResumePoint
-from moc.session.resume.survivors import LocalRemains, Survivors, commit_complete_snapshots, survivors
+from moc.session.resume.survivors import LocalRemains, Survivors, commit_saved_snapshots, survivors
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
@@ -65,9 +65,7 @@ def resume(
             log.message(f"an earlier launch went back to iteration {only}: the run continues from its newest snapshot")
             only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
-    publish = functools.partial(
-        commit_complete_snapshots, left, parts.tiers, parts.committer.commit_reported, parts.world
-    )
+    publish = functools.partial(commit_saved_snapshots, left, parts.tiers, parts.committer.commit_reported, parts.world)
     if parts.tiers.memory is not None:  # in storage, the loader does it
         publish()
     if parts.peers is not None:

@@ -171,7 +171,7 @@ def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
     )
 
 
-def commit_complete_snapshots(survivor_state: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
+def commit_saved_snapshots(survivor_state: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
     """Commits snapshots that every worker, including lost ones, had saved before the loss; a collective call.
 
     A snapshot is committed once the all-reduce of the next iteration reports that all have copied it.  If that
