@@ -273,7 +273,7 @@ def _preference(candidate: NodeCandidate) -> tuple[bool, bool, int]:
 
 
 @dataclass
-class Seating:
+class RankAssignment:
     """Assignment of nodes to positions in rank order; the nodes of complete model copies are first.
 
     Attributes:
@@ -397,29 +397,29 @@ class ScaleUp:
     """Progress of adding nodes.
 
     Attributes:
-        seating: current and possible assignments of nodes to ranks.
+        assignment: current and possible assignments of nodes to ranks.
         in_progress: whether joining workers were started, or a generation change was requested, since nodes arrived.
         candidates_waited: whether, at the last change of members, connected nodes could train once their workers are
             initialized.
         announced_generation: newest generation whose workers received a scale-up notice; -1 if none.
     """
 
-    seating: Seating
+    assignment: RankAssignment
     in_progress: bool = False
     candidates_waited: bool = False
     announced_generation: int = -1
 
     def __post_init__(self):
         self._blocks, self._live, self._workers_per_node = (
-            self.seating.blocks,
-            self.seating.live,
-            self.seating.workers_per_node,
+            self.assignment.blocks,
+            self.assignment.live,
+            self.assignment.workers_per_node,
         )
 
     @property
     def more_can_train(self) -> bool:
         """Whether the connected nodes, once initialized, form more model replicas than train now."""
-        return len(self.seating.largest_assignment(self._blocks.filled_blocks)) > self.seating.nodes_in_copies
+        return len(self.assignment.largest_assignment(self._blocks.filled_blocks)) > self.assignment.nodes_in_copies
 
     @property
     def all_arrived(self) -> bool:
@@ -435,7 +435,7 @@ class ScaleUp:
     @property
     def arrival_reason(self) -> GenerationReason | None:
         """Reason to include nodes whose workers can train immediately; None if there are no such nodes."""
-        if len(self.seating.ready_assignment(self.seating.ready_blocks)) <= self.seating.nodes_in_copies:
+        if len(self.assignment.ready_assignment(self.assignment.ready_blocks)) <= self.assignment.nodes_in_copies:
             return None
         if self.candidates_waited:
             return GenerationReason(Cause.NODES_WAITED, "nodes have waited, and are ready")
@@ -444,7 +444,7 @@ class ScaleUp:
     @property
     def move_reason(self) -> GenerationReason | None:
         """Reason to move a partial-model node to another part of the model; None if no node moves."""
-        moves_member = self.seating.moves_member(self.seating.largest_assignment(self._blocks.filled_blocks))
+        moves_member = self.assignment.moves_member(self.assignment.largest_assignment(self._blocks.filled_blocks))
         return (
             GenerationReason(Cause.NODE_MOVES, "a partial-model node moves to another part of the model")
             if moves_member
@@ -456,7 +456,7 @@ class ScaleUp:
 
         Joining workers that initialized a different part of the model are killed first.
         """
-        blocks = self.seating.largest_assignment(self._blocks.filled_blocks)
+        blocks = self.assignment.largest_assignment(self._blocks.filled_blocks)
         orders = self._kill(self._initialized_for_another_part(blocks))
         size = len(blocks) * self._workers_per_node
         present = {(worker.node, worker.rank % self._workers_per_node) for worker in self._live.joining.values()}
@@ -476,16 +476,16 @@ class ScaleUp:
         """Handles the exit of a joining worker: kills the joining workers of its node; training continues."""
         node = self._live.joining.pop(name).node
         if code == USAGE:
-            self.seating.refused_sizes.add(len(self.seating.largest_assignment(self._blocks.filled_blocks)))
+            self.assignment.refused_sizes.add(len(self.assignment.largest_assignment(self._blocks.filled_blocks)))
         return self._kill([worker for worker in self._live.joining.values() if worker.node == node])
 
     def _initialized_for_another_part(self, blocks: tuple[int, ...]) -> list[WorkerRecord]:
         """Returns joining workers whose model part differs from their node's in ``blocks``, which are in rank order."""
         parts_by_node = {
-            self._blocks.node_in(block): position % self.seating.nodes_per_model
+            self._blocks.node_in(block): position % self.assignment.nodes_per_model
             for position, block in enumerate(blocks)
         }
-        model_parts = {worker.name: self.seating.model_part(worker) for worker in self._live.joining.values()}
+        model_parts = {worker.name: self.assignment.model_part(worker) for worker in self._live.joining.values()}
         return [
             joining
             for joining in self._live.joining.values()
