@@ -21,7 +21,7 @@ A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces 
   asked to save and exit.
 
     begin --> gathering --all ready--> running --a worker is lost--> gathering (next generation) --> ...
-                                         `----all exited with 0, or one with another code--> ended
+                                          `----all exited with 0, or one with another code--> ended
 """
 
 from __future__ import annotations
