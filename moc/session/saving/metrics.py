@@ -310,11 +310,12 @@ class SnapshotReport:
         """Reports the results of all background optimizers since the last report."""
         fields = {name: int(totals[name]) for name in ("folded", "gradients", "equal", "differing")}
         self._log.events.write("fold", iteration=iteration, **fields, seconds=totals["seconds"])
-        if fields["differing"]:
+        differing = fields["differing"]
+        if differing:
             self._log.message(
                 warning(
                     "applying gradients in the background does not reproduce the bits of training for "
-                    f"{fields['differing']} experts, so recoveries apply all gradients from now on. Fix: choose "
+                    f"{differing} experts, so recoveries apply all gradients from now on. Fix: choose "
                     "--selective-fold recovery",
                     code="fold-differs",
                 )

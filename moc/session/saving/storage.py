@@ -178,7 +178,7 @@ class StorageHealth:
         if seconds > _LONG_S and self._waits.failed():
             self._log.events.write("storage_silent", where=self._name, waits=True)
             problem = f"the run has waited for {self._name} for {seconds:.0f} s"
-            self._log.message(warning(f"{problem}; {self._describe_newest()}. Fix: repair it", code="storage-slow"))
+            self._log.message(warning(f"{problem}; {self._newest_snapshot()}. Fix: repair it", code="storage-slow"))
 
     def on_iteration(self, iteration: int, pending: int | None) -> None:
         """Records a completed iteration; warns if a snapshot was due for storage while another is on its way there."""
@@ -198,7 +198,7 @@ class StorageHealth:
             self._log.message(
                 warning(
                     f"{self._name} is slow: the snapshot of iteration {pending} is still being written there, and "
-                    f"later ones are only in memory; {self._describe_newest()}. Fix: repair it, or raise "
+                    f"later ones are only in memory; {self._newest_snapshot()}. Fix: repair it, or raise "
                     "--persist-interval",
                     code="storage-slow",
                 )
@@ -215,7 +215,7 @@ class StorageHealth:
                     f"{self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} operators "
                     f"is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all memory "
                     "were lost, the run would lose or repeat the updates since then; "
-                    f"{self._describe_newest()}. Fix: use faster storage, or save fewer bytes",
+                    f"{self._newest_snapshot()}. Fix: use faster storage, or save fewer bytes",
                     code="storage-lags",
                 )
             )
@@ -246,7 +246,7 @@ class StorageHealth:
             lasted = f", for {self._failing.seconds:.0f} s now" if self._failing.seconds > 1 else ""
             self._log.message(
                 f"WARNING: snapshots cannot be saved{lasted}, and training continues and tries again; "
-                f"{self._describe_newest()}: {problem}"
+                f"{self._newest_snapshot()}: {problem}"
             )
 
     def on_stored(self, newest: int | None) -> None:
@@ -297,7 +297,7 @@ class StorageHealth:
         self._log.message(
             warning(
                 f"{self._name} has not answered for {LOOKING_S:.0f} s: training continues, and no snapshot goes there "
-                f"until it answers; {self._describe_newest()}. Fix: repair it",
+                f"until it answers; {self._newest_snapshot()}. Fix: repair it",
                 code="storage-silent",
             )
         )
@@ -305,7 +305,7 @@ class StorageHealth:
     def _age_s(self) -> float | None:
         return None if self._stored_at is None else round(time.monotonic() - self._stored_at, 3)
 
-    def _describe_newest(self) -> str:
+    def _newest_snapshot(self) -> str:
         if self.newest is None:
             return "none was saved there since this start"
         age = f"{self._age_s():.0f} s old" if self._stored_at is not None else "from before this start"
