@@ -143,9 +143,9 @@ def test_killed_applier_leaves_state_unchanged(run):
         run.train(**ALL_GRAD)
     chains = run.carrier.chains_to_apply(least=1)
     into, steps = updated_store(run.store), gradient_folding._Steps(run.store)
-    steps.fold(chains[0], into)  # killed before it is published
+    steps.apply(chains[0], into)  # killed before it is published
     assert run.carrier.install_bases() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
-    steps.fold(chains[0], into)
+    steps.apply(chains[0], into)
     execute_order(run.store, [], chains[1:])
     new = run.carrier._new_path(6, updated_file_name(chains[1].operator))  # a worker killed while it adopts it
     torch.save({}, new)
