@@ -29,7 +29,7 @@ from moc.store.errors import CheckpointError, TakenError
 SWITCH_S = 1e-4
 """Python's switch interval during snapshots; its default of 5 ms is as long as a complete copy."""
 
-_BESIDE, _WITH = "snapshot-", "event-log"
+_BACKGROUND, _AWAITED = "snapshot-", "event-log"
 """Name prefixes of background threads, and of threads that training waits for."""
 
 _LIBC = ctypes.CDLL(None)
@@ -231,8 +231,8 @@ def share_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-class Aside:
-    """Keeps background threads and processes off the training core if another core is left.
+class CpuAffinity:
+    """Keeps background threads and processes off the training core if there is another core.
 
     Args:
         workers: number of workers on this node, each with its own training core.
@@ -251,19 +251,19 @@ class Aside:
         allowed = os.sched_getaffinity(0)
         if len(allowed) <= self._workers:
             return
-        here, threads = _processor(), threading.enumerate()
-        beside, waited = (
-            {one.native_id for one in threads if one.native_id is not None and one.name.startswith(name)}
-            for name in (_BESIDE, _WITH)
+        core, threads = _processor(), threading.enumerate()
+        background, awaited = (
+            {thread.native_id for thread in threads if thread.native_id is not None and thread.name.startswith(name)}
+            for name in (_BACKGROUND, _AWAITED)
         )
-        now = here, allowed, beside | {*processes}, waited
-        if now == self._moved:
+        placement = core, allowed, background | {*processes}, awaited
+        if placement == self._moved:
             return
-        self._moved = now
-        for ones, there in ((now[2], allowed - {here}), (waited, {here})):
-            for one in ones:
+        self._moved = placement
+        for thread_ids, cores in ((placement[2], allowed - {core}), (awaited, {core})):
+            for thread_id in thread_ids:
                 with contextlib.suppress(OSError):  # it has ended, or the machine forbids it
-                    os.sched_setaffinity(one, there)
+                    os.sched_setaffinity(thread_id, cores)
         for process in processes:
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))

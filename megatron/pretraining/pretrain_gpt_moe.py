@@ -55,7 +55,7 @@ def warm_up() -> None:
 def _refuse_early() -> None:
     """Exits with a message on a worker of another launcher, before imports that take seconds."""
     try:
-        rank, size, per_node = environment.worker_place()
+        rank, size, per_node = environment.launcher_ranks()
     except environment.PlaceError as error:
         print_lines(f"{os.path.basename(sys.argv[0])}: error: {with_code(error)}", error=True)
         sys.exit(2)

@@ -132,18 +132,18 @@ class PolicySwitch(Callback):
             PolicySwitched: on all workers, once the last snapshot is in storage.
         """
         session = run.session
-        if session.storage_fails or not self._auto.plans_anew(run.position.iteration, session.load):
+        if session.storage_fails or not self._auto.switches_policy(run.position.iteration, session.load):
             return
-        self._auto.ends()
+        self._auto.mark_orderly_end()
         progress("save")
         if problem := flush(run):
-            self._auto.goes_on()
+            self._auto.cancel_end()
             run.log.message(f"WARNING: the policy is not changed: {problem}")
             return
         raise PolicySwitched
 
     def before_last_snapshot(self, run: TrainingRun) -> None:
-        self._auto.ends()
+        self._auto.mark_orderly_end()
 
 
 def flush(run: TrainingRun) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from moc.inspect.checkpoint import Checkpoint, read_checkpoint
 from moc.inspect.coverage import operators_of
 from moc.policy import is_partial_policy
-from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import MASTER, MOMENTS, PARTS, AvailableCheckpoint, RecoveryPath, recoveries
+from moc.recovery.inventory import in_storage, list_checkpoints
+from moc.recovery.sources import MASTER, MOMENTS, PARTS, AvailableCheckpoint, RecoveryPath, recovery_paths
 from moc.state.operators import Detail
 from moc.store.dense_files import checkpoint_path
 from moc.store.errors import CheckpointError
@@ -48,7 +48,7 @@ def stored_expert_ages(checkpoint: Checkpoint) -> dict[str, Age]:
     iteration = checkpoint.iteration
     if iteration is None or not is_partial_policy(checkpoint.policy):
         return {}
-    summaries, _ = look(Store(LocalStorage(checkpoint.directory.resolve().parent)))
+    summaries, _ = list_checkpoints(Store(LocalStorage(checkpoint.directory.resolve().parent)))
     older = {summary.iteration: summary.details for summary in summaries if summary.iteration < iteration}
     details_by_iteration = {iteration: _details(checkpoint)} | dict(
         sorted(older.items(), reverse=True)
@@ -140,9 +140,9 @@ def storage_recovery_path(directory: Path) -> RecoveryPath | None:
             f"the state of the snapshot of iteration {iteration} {error}. Fix: use another snapshot",
             code="model-description-invalid",
         ) from None
-    available = map(_without_gradients, in_storage(look(store)[0]))
-    path = next(recoveries(available, operators, exact=False, only=iteration), None)
-    return path if path is not None and len(path.moments) == 1 else None
+    available = map(_without_gradients, in_storage(list_checkpoints(store)[0]))
+    path = next(recovery_paths(available, operators, exact=False, only=iteration), None)
+    return path if path is not None and len(path.points) == 1 else None
 
 
 def _without_gradients(checkpoint: AvailableCheckpoint) -> AvailableCheckpoint:

@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 from moc.errors import UserError
 from moc.recovery.inventory import NodeInventory, Summary
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.operators import Detail, Operator
 
 DEFAULT_REPLICAS = 2
 """Other nodes that keep copies without ``--replicas``, where there are as many."""
 
-Alike = Mapping[frozenset[int], int]
+IdenticalBytes = Mapping[frozenset[int], int]
 """Bytes of data that is identical on all nodes of a set, counted once."""
 
 Groups = tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ Groups = tuple[tuple[int, ...], ...]
 _ALL_TRIED = 8  # nodes; larger jobs use a greedy search and exchanges
 _EXCHANGED = 64  # nodes; larger jobs try no exchanges
 
-Told = Mapping[tuple[str, ...], Mapping[str, int]]
+StageRedundancy = Mapping[tuple[str, ...], Mapping[str, int]]
 """By nodes with identical state: operators, and bytes of each node's copy."""
 
 
@@ -60,9 +60,9 @@ class Placement:
     def holders(self) -> dict[int, tuple[int, ...]]:
         """Nodes that keep copies, by the node whose snapshots they copy."""
         return {
-            node: tuple(group[(place + step) % len(group)] for step in range(1, self.replicas + 1))
+            node: tuple(group[(position + step) % len(group)] for step in range(1, self.replicas + 1))
             for group in self.groups
-            for place, node in enumerate(group)
+            for position, node in enumerate(group)
         }
 
     def kept_by(self, holder: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Placement:
         return tuple(node for node in sorted(self.holders) if holder in self.holders[node])
 
 
-def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
+def place_copies(nodes: int, replicas: int, identical: IdenticalBytes | None = None) -> Placement:
     """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last group takes the leftover nodes.
 
     Groups combine nodes with much identical data; without such data they follow the order of the nodes. For up to eight
@@ -81,18 +81,22 @@ def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
     """
     if not 0 <= replicas < nodes:
         raise ValueError(f"{nodes} nodes have at most {nodes - 1} others that keep copies, not {replicas}")
-    known = {of: amount for of, amount in (alike or {}).items() if 1 < len(of) < nodes and amount}
-    if not known or not replicas:
+    useful = {
+        nodes_alike: amount
+        for nodes_alike, amount in (identical or {}).items()
+        if 1 < len(nodes_alike) < nodes and amount
+    }
+    if not useful or not replicas:
         return Placement(_in_order(range(nodes), replicas), replicas)
     if nodes <= _ALL_TRIED:
-        return Placement(max(_all_groups(range(nodes), replicas), key=lambda g: _unsent(g, replicas, known)), replicas)
-    found = _greedy(nodes, replicas, known)
-    return Placement(_exchanged(found, replicas, known) if nodes <= _EXCHANGED else found, replicas)
+        return Placement(max(_all_groups(range(nodes), replicas), key=lambda g: _unsent(g, replicas, useful)), replicas)
+    groups = _greedy(nodes, replicas, useful)
+    return Placement(_exchanged(groups, replicas, useful) if nodes <= _EXCHANGED else groups, replicas)
 
 
-def not_sent(placement: Placement, alike: Alike) -> int:
+def not_sent(placement: Placement, identical: IdenticalBytes) -> int:
     """Returns the bytes of a snapshot's copies that need not be sent, because their holders have identical data."""
-    return _unsent(placement.groups, placement.replicas, alike)
+    return _unsent(placement.groups, placement.replicas, identical)
 
 
 def _in_order(nodes: Sequence[int], replicas: int) -> Groups:
@@ -102,17 +106,17 @@ def _in_order(nodes: Sequence[int], replicas: int) -> Groups:
     return tuple(tuple(nodes[start:stop]) for start, stop in zip(starts, stops, strict=True))
 
 
-def _unsent(groups: Iterable[tuple[int, ...]], replicas: int, alike: Alike) -> int:
-    return sum(_unsent_in(group, replicas, alike) for group in groups)
+def _unsent(groups: Iterable[tuple[int, ...]], replicas: int, identical: IdenticalBytes) -> int:
+    return sum(_unsent_in(group, replicas, identical) for group in groups)
 
 
-def _unsent_in(group: tuple[int, ...], replicas: int, alike: Alike) -> int:
+def _unsent_in(group: tuple[int, ...], replicas: int, identical: IdenticalBytes) -> int:
     """Returns the bytes that copies in one group need not send: data identical on a node and its holders."""
-    there = [(amount, [node in of for node in group]) for of, amount in alike.items()]
+    inside_by_bytes = [(amount, [node in nodes_alike for node in group]) for nodes_alike, amount in identical.items()]
     size = len(group)
     return sum(
-        amount * sum(inside[place] and inside[(place + step) % size] for place in range(size))
-        for amount, inside in there
+        amount * sum(inside[position] and inside[(position + step) % size] for position in range(size))
+        for amount, inside in inside_by_bytes
         for step in range(1, replicas + 1)
     )
 
@@ -125,52 +129,54 @@ def _all_groups(nodes: Sequence[int], replicas: int) -> Iterator[Groups]:
         yield from _partitions(nodes, copies)
         return
     for members in reversed(list(combinations(nodes, ring))):
-        others = [node for node in nodes if node not in members]
-        for rest in permutations(members[1:]):
-            for groups in _partitions(others, copies):
-                yield (*groups, (members[0], *rest))
+        remaining = [node for node in nodes if node not in members]
+        for ring_order in permutations(members[1:]):
+            for groups in _partitions(remaining, copies):
+                yield (*groups, (members[0], *ring_order))
 
 
 def _partitions(nodes: Sequence[int], size: int) -> Iterator[Groups]:
     if not nodes:
         yield ()
         return
-    for others in combinations(nodes[1:], size - 1):
-        rest = [node for node in nodes[1:] if node not in others]
-        for groups in _partitions(rest, size):
-            yield ((nodes[0], *others), *groups)
+    for members in combinations(nodes[1:], size - 1):
+        remaining = [node for node in nodes[1:] if node not in members]
+        for groups in _partitions(remaining, size):
+            yield ((nodes[0], *members), *groups)
 
 
-def _greedy(nodes: int, replicas: int, alike: Alike) -> Groups:
+def _greedy(nodes: int, replicas: int, identical: IdenticalBytes) -> Groups:
     """Starts each group with the first remaining node, and adds the nodes with the most data in common."""
-    left, order = dict.fromkeys(range(nodes)), []
-    while left:
-        group = [next(iter(left))]
-        left.pop(group[0])
-        while left and len(group) <= replicas:
-            group.append(_closest(group, left, alike))
-            left.pop(group[-1])
+    remaining, order = dict.fromkeys(range(nodes)), []
+    while remaining:
+        group = [next(iter(remaining))]
+        remaining.pop(group[0])
+        while remaining and len(group) <= replicas:
+            group.append(_closest(group, remaining, identical))
+            remaining.pop(group[-1])
         order += group
     return _in_order(order, replicas)
 
 
-def _closest(group: Sequence[int], left: Collection[int], alike: Alike) -> int:
-    weights = [(of, amount * sum(node in of for node in group)) for of, amount in alike.items()]
-    weights = [(of, weight) for of, weight in weights if weight]
-    return max(left, key=lambda node: sum(weight for of, weight in weights if node in of))
+def _closest(group: Sequence[int], remaining: Collection[int], identical: IdenticalBytes) -> int:
+    weights = [
+        (nodes_alike, amount * sum(node in nodes_alike for node in group)) for nodes_alike, amount in identical.items()
+    ]
+    weights = [(nodes_alike, weight) for nodes_alike, weight in weights if weight]
+    return max(remaining, key=lambda node: sum(weight for nodes_alike, weight in weights if node in nodes_alike))
 
 
-def _exchanged(groups: Groups, replicas: int, alike: Alike) -> Groups:
+def _exchanged(groups: Groups, replicas: int, identical: IdenticalBytes) -> Groups:
     """Exchanges pairs of nodes until no exchange saves bytes."""
     better = True
     while better:
         better = False
-        for one, other in combinations([(g, p) for g, group in enumerate(groups) for p in range(len(group))], 2):
+        for first, second in combinations([(g, p) for g, group in enumerate(groups) for p in range(len(group))], 2):
             exchanged = [list(group) for group in groups]
-            (g, p), (h, q) = one, other
+            (g, p), (h, q) = first, second
             exchanged[g][p], exchanged[h][q] = groups[h][q], groups[g][p]
             pairs = [(groups[i], tuple(exchanged[i])) for i in {g, h}]
-            if sum(_unsent_in(b, replicas, alike) - _unsent_in(a, replicas, alike) for a, b in pairs) > 0:
+            if sum(_unsent_in(b, replicas, identical) - _unsent_in(a, replicas, identical) for a, b in pairs) > 0:
                 groups, better = tuple(map(tuple, exchanged)), True
     return groups
 
@@ -181,11 +187,11 @@ def survival(placement: Placement, lost: int) -> float:
     The result is exact. For each group, the numbers of survivable losses by size are the coefficients of a polynomial.
     Groups are independent, so the product of their polynomials counts the losses over all groups.
     """
-    ways = [1]
+    survivable = [1]
     for group in placement.groups:
-        ways = _product(ways, _survived(len(group), placement.replicas + 1))
+        survivable = _product(survivable, _survived(len(group), placement.replicas + 1))
     nodes = sum(map(len, placement.groups))
-    return ways[lost] / comb(nodes, lost) if lost < len(ways) else 0.0
+    return survivable[lost] / comb(nodes, lost) if lost < len(survivable) else 0.0
 
 
 def _survived(size: int, copies: int) -> list[int]:
@@ -201,10 +207,10 @@ def _survived(size: int, copies: int) -> list[int]:
     ]
 
 
-def _product(one: list[int], other: list[int]) -> list[int]:
-    product = [0] * (len(one) + len(other) - 1)
-    for i, a in enumerate(one):
-        for j, b in enumerate(other):
+def _product(first: list[int], second: list[int]) -> list[int]:
+    product = [0] * (len(first) + len(second) - 1)
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
             product[i + j] += a * b
     return product
 
@@ -246,45 +252,45 @@ class Redundancy:
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
 
-def redundancy(stages: Iterable[Told]) -> Redundancy:
+def redundancy(stages: Iterable[StageRedundancy]) -> Redundancy:
     """Combines the reports of the pipeline stages."""
     copies: dict[str, int] = {}
     nbytes: dict[tuple[str, ...], int] = {}
-    for told in stages:
-        for nodes, operators in told.items():
+    for stage in stages:
+        for nodes, operators in stage.items():
             nbytes[nodes] = nbytes.get(nodes, 0) + sum(operators.values())
             copies |= dict.fromkeys(operators, len(nodes))
     return Redundancy(copies, nbytes)
 
 
-def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
+def validate_replicas(replicas: int | None, nodes: int, min_nodes: int | None = None) -> int:
     """Returns the number of other nodes that keep copies: ``--replicas``, or the default.
 
     Args:
-        wanted: ``--replicas``; None for the default.
+        replicas: ``--replicas``; None for the default.
         nodes: current number of nodes.
-        fewest: number of nodes that suffices after losses; None if the job needs all.
+        min_nodes: number of nodes that suffices after losses; None if the job needs all.
 
     Raises:
         UserError: there are fewer other nodes, or there may be fewer later.
     """
-    if wanted is not None and fewest is not None and wanted > fewest - 1:
-        fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
-        nodes_left = f"{fewest} node{'s' * (fewest != 1)}"
+    if replicas is not None and min_nodes is not None and replicas > min_nodes - 1:
+        fewer = f"lower it to {min_nodes - 1}, " if min_nodes > 1 else ""
+        remaining = f"{min_nodes} node{'s' * (min_nodes != 1)}"
         raise UserError(
-            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {nodes_left}. "
-            f"Fix: {fewer}leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}",
+            f"--replicas {replicas} needs {replicas + 1} nodes, and --nnodes {min_nodes}:... continues with "
+            f"{remaining}. Fix: {fewer}leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {replicas + 1}",
             code="too-many-replicas",
         )
-    if wanted is None:
+    if replicas is None:
         return min(DEFAULT_REPLICAS, nodes - 1)
-    if wanted > nodes - 1:
+    if replicas > nodes - 1:
         raise UserError(
-            f"--replicas {wanted} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
+            f"--replicas {replicas} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
             f"leave it out for the default, {DEFAULT_REPLICAS} or fewer",
             code="too-many-replicas",
         )
-    return wanted
+    return replicas
 
 
 class Restore(NamedTuple):
@@ -302,7 +308,7 @@ class Restore(NamedTuple):
 
 
 def to_restore(
-    nodes: Mapping[str, NodeInventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
+    nodes: Mapping[str, NodeInventory], operators: Sequence[Operator], exact: bool, failed: Container[Restore] = ()
 ) -> list[Restore]:
     """Returns the parts to restore, so that the newest window that the nodes can complete is complete again.
 
@@ -315,35 +321,37 @@ def to_restore(
         nodes: inventories by node.
         operators: of the model.
         exact: whether all state must be of one iteration.
-        spoilt: restores that failed.
+        failed: restores that failed.
     """
-    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
-    found = {
-        snapshot: [one for name in nodes if (one := _find(name, snapshot, nodes, spoilt)) is not None]
-        for snapshot in sorted(there)
+    snapshots = {
+        part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts
+    }
+    parts_of = {
+        snapshot: [found_part for name in nodes if (found_part := _find(name, snapshot, nodes, failed)) is not None]
+        for snapshot in sorted(snapshots)
     }
     if not exact:
         sizes = {operator.name: operator.parameters for operator in operators}
-        restores = [(part, restore) for parts in found.values() for part, restore in parts if restore is not None]
-        return [restore for part, restore in restores if _is_of_use(part, nodes[restore.of].own, sizes)]
-    whole = {
+        restores = [(part, restore) for parts in parts_of.values() for part, restore in parts if restore is not None]
+        return [restore for part, restore in restores if _is_useful(part, nodes[restore.of].own, sizes)]
+    complete = {
         iteration: parts
-        for (iteration, writers, _), parts in found.items()
+        for (iteration, writers, _), parts in parts_of.items()
         if sum(part.files for part, _ in parts) == writers
     }
-    held = [
+    checkpoints = [
         AvailableCheckpoint(i, MEMORY, {name: detail for part, _ in parts for name, detail in part.details.items()})
-        for i, parts in whole.items()
+        for i, parts in complete.items()
     ]
-    way = next(recoveries(held, operators, exact), None)
-    if way is None:
+    path = next(recovery_paths(checkpoints, operators, exact), None)
+    if path is None:
         return []
-    first = min(one.iteration for one in way.used())
-    return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
+    oldest = min(found_part.iteration for found_part in path.checkpoints())
+    return [restore for i in sorted(complete) if i >= oldest for _, restore in complete[i] if restore is not None]
 
 
 def _find(
-    name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
+    name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], failed: Container[Restore]
 ) -> tuple[Summary, Restore | None] | None:
     """Returns a node's part, and its restore if the node lacks it; None if it is lost.
 
@@ -351,25 +359,25 @@ def _find(
     """
     if part := _part(nodes[name].own, snapshot):
         return part, None
-    found = [
+    candidates = [
         (part, restore)
         for holder, inventory in nodes.items()
         if (part := _part(inventory.copies.get(name, ()), snapshot))
-        and (restore := Restore(name, holder, snapshot[0])) not in spoilt
+        and (restore := Restore(name, holder, snapshot[0])) not in failed
     ]
-    return max(found, key=lambda one: (one[0].files, len(one[0].operators)), default=None)
+    return max(candidates, key=lambda candidate: (candidate[0].files, len(candidate[0].operators)), default=None)
 
 
-def _is_of_use(part: Summary, own: Sequence[Summary], sizes: Mapping[str, int]) -> bool:
+def _is_useful(part: Summary, own_parts: Sequence[Summary], sizes: Mapping[str, int]) -> bool:
     """Returns whether a copy has state that its node lacks, or part of an operator that other nodes may have only here.
 
     Gradients do not count as newer state, since they need the base that a copy may have.
     """
     newer = {
         name
-        for one in own
-        for name, detail in one.details.items()
-        if one.iteration == part.iteration or one.iteration > part.iteration and detail != Detail.GRAD.value
+        for own_part in own_parts
+        for name, detail in own_part.details.items()
+        if own_part.iteration == part.iteration or own_part.iteration > part.iteration and detail != Detail.GRAD.value
     }
     return any(name not in newer or part.shares(name, sizes.get(name, 0)) for name in part.operators)
 

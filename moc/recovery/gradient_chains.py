@@ -14,7 +14,7 @@ from moc.state.operators import Detail
 from moc.store.storage import LocalStorage
 from moc.store.store import SUFFIX, Store
 
-_FOLDED = f".folded{SUFFIX}"
+_UPDATED = f".folded{SUFFIX}"
 
 
 class Chain(NamedTuple):
@@ -25,43 +25,43 @@ class Chain(NamedTuple):
     until: int
 
 
-def file_of_operator(name: str) -> str:
-    """Returns the name of the file with one operator, carried out of a snapshot."""
+def operator_file_name(name: str) -> str:
+    """Returns the name of the file with one operator, copied out of a snapshot."""
     return f"{name}{SUFFIX}"
 
 
-def file_of_folded(name: str) -> str:
+def updated_file_name(name: str) -> str:
     """Returns the name of the file with an operator's base after its gradients were applied."""
-    return f"{name}{_FOLDED}"
+    return f"{name}{_UPDATED}"
 
 
-def is_of_operator(file: str, operators: Collection[str]) -> bool:
+def is_operator_file(file: str, operators: Collection[str]) -> bool:
     """Returns whether a file contains one of these operators."""
-    return file.removesuffix(_FOLDED if file.endswith(_FOLDED) else SUFFIX) in operators
+    return file.removesuffix(_UPDATED if file.endswith(_UPDATED) else SUFFIX) in operators
 
 
-def place_of_folded(store: Store) -> Store:
-    """Returns the store where the folder of a node commits new bases of the snapshots in a store."""
+def updated_store(store: Store) -> Store:
+    """Returns the store where a node's background optimizer commits new bases of the snapshots in a store."""
     return Store(LocalStorage(f"{store.storage.name}/folded", in_memory=True))
 
 
-def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
+def applicable_chains(checkpoints: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
     """Returns the chains with at least ``least`` gradients, the longest first.
 
     Args:
-        held: snapshots, each reduced to the experts that were carried out of it.
+        checkpoints: snapshots, each reduced to the experts that were copied out of it.
         experts: operators whose gradients may be applied.
         least: number of gradients.
     """
-    details = {one.iteration: one.operators for one in held}
-    found = []
+    details = {checkpoint.iteration: checkpoint.operators for checkpoint in checkpoints}
+    chains = []
     for name in sorted(experts):
-        base = max((i for i, its in details.items() if its.get(name) == Detail.FULL.value), default=None)
+        base = max((i for i, operators in details.items() if operators.get(name) == Detail.FULL.value), default=None)
         if base is None:
             continue
         until = base
         while details.get(until + 1, {}).get(name) == Detail.GRAD.value:
             until += 1
         if until - base >= least:
-            found.append(Chain(name, base, until))
-    return sorted(found, key=lambda chain: chain.base - chain.until)
+            chains.append(Chain(name, base, until))
+    return sorted(chains, key=lambda chain: chain.base - chain.until)

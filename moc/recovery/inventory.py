@@ -1,4 +1,4 @@
-"""Summarizes the snapshots in storage and memory, which of them must stay, and which nodes provide absent nodes' parts.
+"""Summarizes the snapshots in storage and memory, the ones to retain, and the nodes that provide absent nodes' parts.
 
 Parts of absent nodes matter when a job resumes with other nodes. A snapshot in memory is complete only with the parts
 of all nodes that wrote it. For each absent node, one node with copies *adopts* its parts. Each node then fetches the
@@ -24,7 +24,7 @@ from moc.recovery.sources import (
     AvailableCheckpoint,
     RecoveryPath,
     needed,
-    recoveries,
+    recovery_paths,
 )
 from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
@@ -47,7 +47,7 @@ class Summary(NamedTuple):
         job: the launch that committed it; empty if the manifest has none.
         policy: name of the policy that planned it.
         copied: operators that other nodes receive copies of; None for all.
-        alike: by operator, how many nodes save each of its elements, if several do.
+        replica_counts: by operator, how many nodes save each of its elements, if several do.
     """
 
     iteration: int
@@ -57,7 +57,7 @@ class Summary(NamedTuple):
     job: str = ""
     policy: str = ""
     copied: tuple[str, ...] | None = None
-    alike: Mapping[str, int] = {}
+    replica_counts: Mapping[str, int] = {}
 
     @property
     def snapshot(self) -> tuple[int, int, str]:
@@ -74,7 +74,7 @@ class Summary(NamedTuple):
 
         Identical copies on other nodes are needed, too: each node resumes from its own memory.
         """
-        return not self.has_all(name, parameters) or name in self.alike
+        return not self.has_all(name, parameters) or name in self.replica_counts
 
     def has_all(self, name: str, parameters: int) -> bool:
         """Returns whether this part has every element of an operator with ``parameters`` parameters."""
@@ -90,18 +90,28 @@ def summary(manifest: Manifest) -> Summary:
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
     files, copied = sum(map(is_shard_file, manifest.files)), manifest.state.get(COPIED)
     copied = None if copied is None else tuple(copied)
-    one = manifest
-    return Summary(one.iteration, one.writers, files, operators, one.job, one.policy, copied, one.replica_counts)
+    return Summary(
+        iteration=manifest.iteration,
+        writers=manifest.writers,
+        files=files,
+        operators=operators,
+        job=manifest.job,
+        policy=manifest.policy,
+        copied=copied,
+        replica_counts=manifest.replica_counts,
+    )
 
 
-def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tuple[list[Summary], list[str]]:
+def list_checkpoints(
+    store: Store, check: Callable[[Manifest, str], None] = _accepts
+) -> tuple[list[Summary], list[str]]:
     """Returns the valid checkpoints in a store, and the problems of the others.
 
     Args:
         store: the store.
         check: receives the manifest and the path of a checkpoint; raises ValueError or CheckpointError if invalid.
     """
-    summaries, problems = [], [with_code(_refused(one)) for one in store.describe_refused()]
+    summaries, problems = [], [with_code(_refused(problem)) for problem in store.describe_refused()]
     for iteration in store.iterations():
         path = store.storage.display_path(checkpoint_name(iteration))
         try:
@@ -123,21 +133,21 @@ def _refused(problem: str) -> CheckpointError:
     return CheckpointError(f"{problem}. Fix: remove it, or replace it by a directory", code="file-refused")
 
 
-def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:
+def merge_complete(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:
     """Merges several nodes' parts of a snapshot, without operators that lack some of their elements.
 
     Raises:
         CheckpointError: parts contradict each other.
     """
-    (held,) = in_memory([[summary(part)] for part in parts], operators)
+    (merged,) = in_memory([[summary(manifest_part)] for manifest_part in parts], operators)
     manifest = merge_manifests(parts)
-    whole = {name: entry for name, entry in manifest.operators.items() if name in held.operators}
-    return dataclasses.replace(manifest, operators=whole)
+    complete = {name: entry for name, entry in manifest.operators.items() if name in merged.operators}
+    return dataclasses.replace(manifest, operators=complete)
 
 
 def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
     """Returns the checkpoints in storage; committed checkpoints are complete."""
-    return [AvailableCheckpoint(one.iteration, STORAGE, one.details, one.policy) for one in summaries]
+    return [AvailableCheckpoint(part.iteration, STORAGE, part.details, part.policy) for part in summaries]
 
 
 def in_memory(
@@ -151,32 +161,32 @@ def in_memory(
     """
     parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:
-        for one in node:
-            parts[one.snapshot].append(one)
-    most: dict[int, tuple[int, int, str]] = {}
+        for part in node:
+            parts[part.snapshot].append(part)
+    best_key: dict[int, tuple[int, int, str]] = {}
     for key, summaries in parts.items():
-        best = most.setdefault(key[0], key)
-        if sum(one.files for one in summaries) > sum(one.files for one in parts[best]):
-            most[key[0]] = key
+        best_so_far = best_key.setdefault(key[0], key)
+        if sum(part.files for part in summaries) > sum(part.files for part in parts[best_so_far]):
+            best_key[key[0]] = key
     sizes = {operator.name: operator for operator in operators}
-    held, wanted = [], {operator.name for operator in operators if tier == MEMORY or operator.expert is not None}
-    for iteration, writers, job in most.values():
+    checkpoints, names = [], {operator.name for operator in operators if tier == MEMORY or operator.expert is not None}
+    for iteration, writers, job in best_key.values():
         summaries = parts[iteration, writers, job]
-        everything = sum(one.files for one in summaries) == writers
-        details = {name: detail for one in summaries for name, detail in one.details.items()}
-        whole = {n: d for n, d in details.items() if n in wanted or tier == MEMORY}
-        whole = {n: d for n, d in whole.items() if everything or _is_whole(n, sizes.get(n), summaries)}
-        held.append(AvailableCheckpoint(iteration, tier, whole, summaries[0].policy))
-    return held
+        has_all_files = sum(part.files for part in summaries) == writers
+        details = {name: detail for part in summaries for name, detail in part.details.items()}
+        complete = {n: d for n, d in details.items() if n in names or tier == MEMORY}
+        complete = {n: d for n, d in complete.items() if has_all_files or _is_complete(n, sizes.get(n), summaries)}
+        checkpoints.append(AvailableCheckpoint(iteration, tier, complete, summaries[0].policy))
+    return checkpoints
 
 
-def _is_whole(name: str, operator: Operator | None, summaries: Iterable[Summary]) -> bool:
+def _is_complete(name: str, operator: Operator | None, summaries: Iterable[Summary]) -> bool:
     elements, details, copies = Counter(), set(), 1
-    for one in summaries:
-        detail, there = one.operators.get(name, (None, {}))
-        elements.update({slot: n for slot, n in there.items() if detail and Detail(detail).holds(slot)})
+    for part in summaries:
+        detail, counts = part.operators.get(name, (None, {}))
+        elements.update({slot: n for slot, n in counts.items() if detail and Detail(detail).holds(slot)})
         details.add(detail)
-        copies = max(copies, one.alike.get(name, 1))
+        copies = max(copies, part.replica_counts.get(name, 1))
     if operator is None:
         return False
     if COMPUTE in details:
@@ -198,13 +208,13 @@ class Persisted:
     learned: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, held: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
+    def of(cls, checkpoints: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
         """Finds the state among checkpoints; tiers other than storage are ignored."""
-        stored = [one for one in held if one.tier == STORAGE]
-        way = next(recoveries(stored, policy.operators, recovers_exactly(policy)), None)
-        if way is None:
+        stored = [checkpoint for checkpoint in checkpoints if checkpoint.tier == STORAGE]
+        path = next(recovery_paths(stored, policy.operators, recovers_exactly(policy)), None)
+        if path is None:
             return cls()
-        return cls(way.iteration, {one.name: way.learned_until(one.name) for one in policy.operators})
+        return cls(path.iteration, {operator.name: path.learned_until(operator.name) for operator in policy.operators})
 
 
 @dataclass(frozen=True)
@@ -233,11 +243,11 @@ class Promise:
             outstanding: snapshots that may be written to storage at the same time.
             commits: iterations until a snapshot is known to be committed if its write takes no time.
         """
-        apart = policy.schedule.snapshot_interval
-        step = -(-max(every, apart) // apart) * apart
-        late = 2 * policy.schedule.window_length + commits
+        interval = policy.schedule.snapshot_interval
+        step = -(-max(every, interval) // interval) * interval
+        delay = 2 * policy.schedule.window_length + commits
         cycle = policy.storage.cycle
-        return cls((1 + outstanding) * step + late, None if cycle is None else (cycle + outstanding) * step + late)
+        return cls((1 + outstanding) * step + delay, None if cycle is None else (cycle + outstanding) * step + delay)
 
 
 def overdue(
@@ -252,76 +262,78 @@ def overdue(
         iteration: iterations completed.
         since: iteration of the first snapshot that was due after this start.
     """
-    found = []
-    for one in operators:
-        most = promise.state if one.expert_id is None else promise.experts
-        if most is not None and iteration - max(since, persisted.learned.get(one.name, 0)) > most:
-            found.append(one.name)
-    return found
+    names = []
+    for operator in operators:
+        limit = promise.state if operator.expert_id is None else promise.experts
+        if limit is not None and iteration - max(since, persisted.learned.get(operator.name, 0)) > limit:
+            names.append(operator.name)
+    return names
 
 
-def newest_full(held: Iterable[AvailableCheckpoint]) -> dict[str, int]:
+def newest_full(checkpoints: Iterable[AvailableCheckpoint]) -> dict[str, int]:
     """Returns, by operator, the iteration of its newest full save in some checkpoints; omits operators without one."""
-    found: dict[str, int] = {}
-    for one in held:
-        for name, detail in one.operators.items():
+    newest: dict[str, int] = {}
+    for checkpoint in checkpoints:
+        for name, detail in checkpoint.operators.items():
             if detail == Detail.FULL.value:
-                found[name] = max(found.get(name, 0), one.iteration)
-    return found
+                newest[name] = max(newest.get(name, 0), checkpoint.iteration)
+    return newest
 
 
-def is_of(policy: Policy, way: RecoveryPath) -> bool:
+def is_planned_by(policy: Policy, path: RecoveryPath) -> bool:
     """Returns whether a policy planned all checkpoints of a path, except survivor state.
 
     Other policies' checkpoints have no token counts for this one.
     """
-    return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
+    return all(checkpoint.tier == LIVE or checkpoint.policy == policy.name for checkpoint in path.checkpoints())
 
 
-def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
+def storage_suffices(checkpoints: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
     """Returns whether a run could resume from its own policy's checkpoints in storage."""
-    stored = [one for one in held if one.tier == STORAGE]
-    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, recovers_exactly(policy)))
+    stored = [checkpoint for checkpoint in checkpoints if checkpoint.tier == STORAGE]
+    return any(
+        is_planned_by(policy, path) for path in recovery_paths(stored, policy.operators, recovers_exactly(policy))
+    )
 
 
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
     """Removes checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
 
-    Checkpoints with unreadable manifests stay. So do checkpoints newer than ``upto``, the newest of this run, and
-    checkpoints of an incomplete window.
+    Checkpoints with unreadable manifests are retained. So are checkpoints newer than ``upto``, the newest of this run,
+    and checkpoints of an incomplete window.
     """
-    held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
-    kept = needed(held, operators, exact, keep)
-    for one in held:
-        if one.key not in kept:
-            store.remove(one.iteration)
+    checkpoints = [checkpoint for checkpoint in in_storage(list_checkpoints(store)[0]) if checkpoint.iteration <= upto]
+    needed_keys = needed(checkpoints, operators, exact, keep)
+    for checkpoint in checkpoints:
+        if checkpoint.key not in needed_keys:
+            store.remove(checkpoint.iteration)
 
 
 @dataclass(frozen=True)
-class Staying:
+class RetainedCheckpoints:
     """Checkpoints that a resuming run keeps.
 
     Attributes:
         newest: iteration of the newest recovery path; None if there is none.
         in_memory: iterations of the needed snapshots in memory, ascending: of the newest path if it is in memory, and
             of the current window.
-        again: the missing snapshot of the current window, if only that of the resumed iteration is missing: it can be
-            taken again.
-        goes_on: the current window continues; otherwise another one starts.
+        repeated_plan: the missing snapshot of the current window, if only that of the resumed iteration is missing: it
+            can be taken again.
+        continues_window: the current window continues; otherwise another one starts.
     """
 
     newest: int | None = None
     in_memory: tuple[int, ...] = ()
-    again: SnapshotPlan | None = None
-    goes_on: bool = True
+    repeated_plan: SnapshotPlan | None = None
+    continues_window: bool = True
 
 
-class Experts(NamedTuple):
+class RetainedExperts(NamedTuple):
     """Snapshots in memory that a run has taken experts from, and may need again.
 
     Attributes:
-        older: iterations up to the resumed one, except snapshots that stay anyway.
-        newer: iterations after the resumed one; the run will take these snapshots again.
+        older: iterations up to the resumed one, except snapshots that are retained anyway.
+        newer: iterations after the resumed one; the run will repeat these snapshots.
         before: iterations of snapshots that were already moved to superseded memory.
     """
 
@@ -330,52 +342,62 @@ class Experts(NamedTuple):
     before: tuple[int, ...] = ()
 
 
-def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
+def retained_experts(
+    used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int
+) -> RetainedExperts:
     """Returns the snapshots whose experts a run must keep after an inexact recovery, until newer ones are durable."""
-    used = sorted(used, key=lambda one: one.iteration)
-    others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
-    return Experts(
-        tuple(other for other in others if other <= iteration),
-        tuple(other for other in others if other > iteration),
-        tuple(one.iteration for one in used if one.tier == BEFORE),
+    used = sorted(used, key=lambda checkpoint: checkpoint.iteration)
+    iterations = [
+        checkpoint.iteration
+        for checkpoint in used
+        if checkpoint.tier == MEMORY and checkpoint.iteration not in in_memory
+    ]
+    return RetainedExperts(
+        tuple(older for older in iterations if older <= iteration),
+        tuple(older for older in iterations if older > iteration),
+        tuple(checkpoint.iteration for checkpoint in used if checkpoint.tier == BEFORE),
     )
 
 
-def staying(
-    held: Collection[AvailableCheckpoint],
+def retained_checkpoints(
+    checkpoints: Collection[AvailableCheckpoint],
     operators: Sequence[Operator],
     exact: bool,
     tier: str,
     iteration: int,
     window: Sequence[SnapshotPlan],
-) -> Staying:
-    """Returns the checkpoints that stay when a run resumes from an iteration; identical on all ranks.
+) -> RetainedCheckpoints:
+    """Returns the checkpoints to retain when a run resumes from an iteration; identical on all ranks.
 
     Args:
-        held: available checkpoints.
+        checkpoints: available checkpoints.
         operators: of the model.
-        exact: as in :func:`moc.recovery.sources.recoveries`.
+        exact: as in :func:`moc.recovery.sources.recovery_paths`.
         tier: where a snapshot is durable, :data:`~moc.recovery.sources.MEMORY` or
             :data:`~moc.recovery.sources.STORAGE`.
         iteration: that the run resumes from.
         window: plans of the current window up to and including that iteration; empty if unknown.
     """
-    past = [one for one in held if one.iteration <= iteration]
-    way = next(recoveries(past, operators, exact), None)
-    newest = None if way is None else way.iteration
-    kept: list[int] = []
-    if way is not None:
-        of_path = way.used() if exact else [way.at(moment.iteration) for moment in way.moments]
-        if all(one.tier == MEMORY for one in of_path):
-            kept = sorted({one.iteration for one in of_path})
+    past = [checkpoint for checkpoint in checkpoints if checkpoint.iteration <= iteration]
+    path = next(recovery_paths(past, operators, exact), None)
+    newest = None if path is None else path.iteration
+    iterations: list[int] = []
+    if path is not None:
+        path_checkpoints = (
+            path.checkpoints() if exact else [path.checkpoint_at(point.iteration) for point in path.points]
+        )
+        if all(checkpoint.tier == MEMORY for checkpoint in path_checkpoints):
+            iterations = sorted({checkpoint.iteration for checkpoint in path_checkpoints})
     if newest == iteration:
-        return Staying(newest, tuple(kept))
-    missing = [plan for plan in window if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]
+        return RetainedCheckpoints(newest, tuple(iterations))
+    missing = [
+        plan for plan in window if not any(checkpoint.has(plan.iteration, tier, plan.operators) for checkpoint in past)
+    ]
     if not window or missing not in ([], [window[-1]]):
-        return Staying(newest, tuple(kept), goes_on=False)
+        return RetainedCheckpoints(newest, tuple(iterations), continues_window=False)
     if tier == MEMORY:
-        kept = sorted({*kept, *(plan.iteration for plan in window if plan not in missing)})
-    return Staying(newest, tuple(kept), missing[0] if missing else None)
+        iterations = sorted({*iterations, *(plan.iteration for plan in window if plan not in missing)})
+    return RetainedCheckpoints(newest, tuple(iterations), missing[0] if missing else None)
 
 
 class NodeInventory(NamedTuple):
@@ -394,18 +416,21 @@ class Fetch(NamedTuple):
     operators: Mapping[str, str]
 
 
-def adopters(nodes: Mapping[str, NodeInventory]) -> dict[str, str]:
+def adopting_nodes(nodes: Mapping[str, NodeInventory]) -> dict[str, str]:
     """Returns, by absent node, the present node that adopts its parts: one with the newest copy."""
     holders: dict[str, list[str]] = {}
     for node in sorted(nodes):
-        for of, parts in nodes[node].copies.items():
-            if of not in nodes and parts:
-                holders.setdefault(of, []).append(node)
-    return {of: max(there, key=lambda node: _newest(nodes[node].copies[of])) for of, there in holders.items()}
+        for owner, parts in nodes[node].copies.items():
+            if owner not in nodes and parts:
+                holders.setdefault(owner, []).append(node)
+    return {
+        owner: max(nodes_with_copies, key=lambda node: _newest(nodes[node].copies[owner]))
+        for owner, nodes_with_copies in holders.items()
+    }
 
 
 def to_fetch(
-    node: str, wanted: Mapping[int, Collection[str]], nodes: Mapping[str, NodeInventory], sizes: Mapping[str, int]
+    node: str, needed: Mapping[int, Collection[str]], nodes: Mapping[str, NodeInventory], sizes: Mapping[str, int]
 ) -> list[Fetch]:
     """Returns the fetches of a node for its ranks, in a fixed order.
 
@@ -413,28 +438,30 @@ def to_fetch(
 
     Args:
         node: name of the node.
-        wanted: by iteration of a snapshot, the operators that the node's ranks load.
+        needed: by iteration of a snapshot, the operators that the node's ranks load.
         nodes: inventories of all nodes.
         sizes: by operator, its number of parameters.
     """
-    adopted = adopters(nodes)
-    parts = {of: (of, nodes[of].own) for of in nodes}
-    parts |= {of: (holder, nodes[holder].copies[of]) for of, holder in adopted.items()}
-    here = {of for of, (holder, _) in parts.items() if holder == node}
+    adopted = adopting_nodes(nodes)
+    parts = {owner: (owner, nodes[owner].own) for owner in nodes}
+    parts |= {owner: (holder, nodes[holder].copies[owner]) for owner, holder in adopted.items()}
+    local = {owner for owner, (holder, _) in parts.items() if holder == node}
     fetches: list[Fetch] = []
-    for iteration, names in sorted(wanted.items()):
-        of_it = {of: part for of, (_, own) in parts.items() for part in own if part.iteration == iteration}
-        whole: set[str] = set()  # operators with identical copies
-        for of in sorted(of_it, key=lambda of: (of not in here, of)):
-            part, operators = of_it[of], {}
+    for iteration, names in sorted(needed.items()):
+        parts_of_snapshot = {
+            owner: part for owner, (_, own) in parts.items() for part in own if part.iteration == iteration
+        }
+        fetched: set[str] = set()  # operators with identical copies
+        for owner in sorted(parts_of_snapshot, key=lambda owner: (owner not in local, owner)):
+            part, operators = parts_of_snapshot[owner], {}
             for name in sorted(part.details.keys() & names):
-                if name not in part.alike:
+                if name not in part.replica_counts:
                     operators[name] = part.details[name]
-                elif name not in whole and part.has_all(name, sizes[name]):
-                    whole.add(name)
+                elif name not in fetched and part.has_all(name, sizes[name]):
+                    fetched.add(name)
                     operators[name] = part.details[name]
-            if operators and of not in here:
-                fetches.append(Fetch(iteration, of, parts[of][0], operators))
+            if operators and owner not in local:
+                fetches.append(Fetch(iteration, owner, parts[owner][0], operators))
     return fetches
 
 

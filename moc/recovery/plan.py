@@ -1,6 +1,6 @@
 """Plans the recovery of a job that has lost workers: a pure function of the surviving state.
 
-A rank reaches the state of an iteration in one of these ways:
+A rank reaches the state of an iteration in one of three ways:
 
 * It *keeps* its state, if it survived at that iteration.
 * It *copies* the state from a surviving data-parallel replica.
@@ -15,7 +15,7 @@ others roll forward to it. If only lagging ranks have part of the state, they co
 gradients. The commit all-reduce took place, so every rank had them. Otherwise, ranks that are ahead load the older
 state from its checkpoint.
 
-Upstream logs add another way (MoEvement, section 3.4, Appendix A): stages of lost workers return to a checkpoint and
+Upstream logs add a fourth one (MoEvement, section 3.4, Appendix A): stages of lost workers return to a checkpoint and
 *replay* up to the iteration of the others, which logged what they sent. Adjacent stages that replay together recompute
 the data between them. As few stages as possible replay. A stage whose replay is interrupted by another loss *continues*
 from its progress, if all its workers survive.
@@ -38,17 +38,17 @@ from moc.recovery.sources import (
     AvailableCheckpoint,
     RecoveryPath,
     ReplayPoint,
-    recoveries,
+    recovery_paths,
     window_replay,
 )
 from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 
-Pieces = Mapping[int, Mapping[str, str]]
+ChunkIds = Mapping[int, Mapping[str, str]]
 """By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 Lacking = Mapping[int, Collection[str]]
-"""By rank with state, the operators among its pieces whose state it lacks; absent if it has all."""
+"""By rank with state, the operators that it has a part of and whose state it lacks; absent if it lacks none."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ class Logs:
     records: Collection[int] = frozenset()
     replayed: Mapping[int, InterruptedReplay] = field(default_factory=dict)
 
-    def of(self, stage: int) -> list[int]:
+    def ranks_of_stage(self, stage: int) -> list[int]:
         """Returns the ranks of a stage."""
-        return [rank for rank, other in self.stages.items() if other == stage]
+        return [rank for rank, rank_stage in self.stages.items() if rank_stage == stage]
 
-    def have(self, stage: int, iterations: Iterable[int]) -> bool:
+    def has_logs(self, stage: int, iterations: Iterable[int]) -> bool:
         """Returns whether a stage has its logs of iterations."""
-        wanted = set(iterations)
-        return all(wanted <= set(self.kept.get(rank, ())) for rank in self.of(stage))
+        required = set(iterations)
+        return all(required <= set(self.kept.get(rank, ())) for rank in self.ranks_of_stage(stage))
 
 
-def scope(
+def replaying_stages(
     lost: Collection[int], since: int, until: int, logs: Logs, ahead: Mapping[int, int] | None = None
 ) -> dict[int, int] | None:
     """Returns the stages that replay up to the iteration of the others, with the iteration where each starts.
@@ -114,52 +114,52 @@ def scope(
     Returns:
         None if all stages would replay, and none would keep its state.
     """
-    begins = dict.fromkeys(lost, since) | dict(ahead or {})
+    starts = dict.fromkeys(lost, since) | dict(ahead or {})
 
     def serves(feed: int, begin: int) -> bool:
         """Returns whether a stage can serve another's replay from ``begin`` on, until it replays itself."""
-        return logs.have(feed, range(begin + 1, begins.get(feed, until) + 1))
+        return logs.has_logs(feed, range(begin + 1, starts.get(feed, until) + 1))
 
-    while joins := {feed for stage, begin in begins.items() for feed in logs.feeds[stage] if not serves(feed, begin)}:
-        begins |= dict.fromkeys(joins, since)
-    return begins if len(begins) < len(logs.feeds) else None
+    while joins := {feed for stage, begin in starts.items() for feed in logs.feeds[stage] if not serves(feed, begin)}:
+        starts |= dict.fromkeys(joins, since)
+    return starts if len(starts) < len(logs.feeds) else None
 
 
 @dataclass(frozen=True)
-class Course:
-    """Stage plan: how the workers of a stage reach an iteration independently.
+class StagePlan:
+    """Plan by which the workers of a stage reach an iteration independently.
 
     Attributes:
         begin: iterations completed at its start.
-        way: recovery path to load; None if the stage already has its full state.
-        goes_on: workers have the state of ``begin``, except for operators still to be loaded.
+        path: recovery path to load; None if the stage already has its full state.
+        is_resumed: workers have the state of ``begin``, except for operators still to be loaded.
         behind: ranks one iteration behind ``begin`` that have its reduced gradients: they complete it first.
     """
 
     begin: int
-    way: RecoveryPath | None
-    goes_on: bool = False
+    path: RecoveryPath | None
+    is_resumed: bool = False
     behind: frozenset[int] = frozenset()
 
     @property
-    def whole(self) -> int:
+    def complete_at(self) -> int:
         """First iteration that updates all operators of the stage."""
-        return self.begin if self.way is None else self.way.iteration
+        return self.begin if self.path is None else self.path.iteration
 
-    def moment(self, iteration: int) -> ReplayPoint | None:
+    def point(self, iteration: int) -> ReplayPoint | None:
         """Returns the data to load at this many completed iterations, if any."""
-        return None if self.way is None else self.way.moment(iteration)
+        return None if self.path is None else self.path.point(iteration)
 
 
-def goes_on(
+def resumed_stage_plan(
     stage: int,
     until: int,
     live: Mapping[int, int],
-    pieces: Mapping[int, Collection[str]],
+    operators_of: Mapping[int, Collection[str]],
     logs: Logs,
-    held: Iterable[AvailableCheckpoint],
+    checkpoints: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
-) -> Course | None:
+) -> StagePlan | None:
     """Returns the plan of a stage that continues from its current state to the iteration ``until``.
 
     A worker completes an iteration only when its stage has all reduced gradients (``moc/session/resume/replay.py``). So
@@ -169,29 +169,31 @@ def goes_on(
         stage: number of the stage.
         until: iteration to reach.
         live: by rank, the iteration of its state.
-        pieces: by rank, the operators that it has a part of.
+        operators_of: by rank, the operators that it has a part of.
         logs: upstream logs and the progress of replays.
-        held: available checkpoints.
+        checkpoints: available checkpoints.
         operators: of the model.
 
     Returns:
         None if a worker of the stage has no usable state, the workers are too far apart, or state that the stage lacks
         is unavailable.
     """
-    ranks = logs.of(stage)
+    ranks = logs.ranks_of_stage(stage)
     states = {rank: state for rank in ranks if (state := _state(rank, live, logs)) is not None}
     begin = max((state.iteration for state in states.values()), default=until)
-    arrived = {rank for rank, state in states.items() if state.iteration == begin}
+    newest = {rank for rank, state in states.items() if state.iteration == begin}
     behind = {rank for rank, state in states.items() if state.iteration == begin - 1 and state.reduced}
-    if arrived | behind != set(ranks) or begin > until:
+    if newest | behind != set(ranks) or begin > until:
         return None
-    frozen = set().union(*(states[rank].frozen for rank in arrived)) & set().union(*(pieces[rank] for rank in ranks))
+    frozen = set().union(*(states[rank].frozen for rank in newest)) & set().union(
+        *(operators_of[rank] for rank in ranks)
+    )
     lacking = [operator for operator in operators if operator.name in frozen]
-    course = Course(begin, _way(lacking, begin, held), goes_on=True, behind=frozenset(behind))
-    if (lacking and course.way is None) or course.whole > until:
+    stage_plan = StagePlan(begin, _load_path(lacking, begin, checkpoints), is_resumed=True, behind=frozenset(behind))
+    if (lacking and stage_plan.path is None) or stage_plan.complete_at > until:
         return None
-    recorded = {*range(course.whole + 1, until + 1), *([begin] if behind else [])}
-    return course if recorded <= set(logs.records) else None
+    recorded = {*range(stage_plan.complete_at + 1, until + 1), *([begin] if behind else [])}
+    return stage_plan if recorded <= set(logs.records) else None
 
 
 def _state(rank: int, live: Mapping[int, int], logs: Logs) -> InterruptedReplay | None:
@@ -200,87 +202,100 @@ def _state(rank: int, live: Mapping[int, int], logs: Logs) -> InterruptedReplay 
     return logs.replayed.get(rank)
 
 
-def _way(lacking: Sequence[Operator], begin: int, held: Iterable[AvailableCheckpoint]) -> RecoveryPath | None:
+def _load_path(
+    lacking: Sequence[Operator], begin: int, checkpoints: Iterable[AvailableCheckpoint]
+) -> RecoveryPath | None:
     if not lacking:
         return None
-    there: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
-    for one in sorted(held, key=lambda one: one.tier):  # memory before storage
-        there[one.iteration].append(one)
-    return window_replay(there, lacking, begin)
+    by_iteration: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.tier):  # memory before storage
+        by_iteration[checkpoint.iteration].append(checkpoint)
+    return window_replay(by_iteration, lacking, begin)
 
 
 def live_states(
-    live: Mapping[int, int], pieces: Pieces, policy: str, lacking: Lacking = MappingProxyType({})
+    live: Mapping[int, int], chunk_ids: ChunkIds, policy: str, lacking: Lacking = MappingProxyType({})
 ) -> list[AvailableCheckpoint]:
     """Returns the operators that survivors have completely, by iteration of their state.
 
     Args:
         live: by rank, the iteration of its state.
-        pieces: of all ranks, new workers included.
+        chunk_ids: of all ranks, new workers included.
         policy: name of the policy in force.
         lacking: exceptions from ``live``.
     """
-    found = []
+    checkpoints = []
     for iteration in sorted(set(live.values())):
-        there = [rank for rank, at in live.items() if at == iteration]
-        held = {one for rank in there for one in pieces[rank].items() if one[0] not in lacking.get(rank, ())}
-        torn = {name for of_rank in pieces.values() for name, piece in of_rank.items() if (name, piece) not in held}
-        whole = {name: Detail.FULL.value for name, _ in sorted(held) if name not in torn}
-        if whole:
-            found.append(AvailableCheckpoint(iteration, LIVE, whole, policy))
-    return found
+        ranks = [rank for rank, rank_iteration in live.items() if rank_iteration == iteration]
+        available = {
+            chunk for rank in ranks for chunk in chunk_ids[rank].items() if chunk[0] not in lacking.get(rank, ())
+        }
+        incomplete = {
+            name
+            for rank_chunks in chunk_ids.values()
+            for name, chunk_id in rank_chunks.items()
+            if (name, chunk_id) not in available
+        }
+        complete = {name: Detail.FULL.value for name, _ in sorted(available) if name not in incomplete}
+        if complete:
+            checkpoints.append(AvailableCheckpoint(iteration, LIVE, complete, policy))
+    return checkpoints
 
 
 def path_of_survivors(iteration: int, operators: Sequence[Operator]) -> RecoveryPath:
     """Returns the path of a run whose survivors have the complete state of an iteration; it loads nothing."""
-    state = AvailableCheckpoint(iteration, LIVE, {one.name: Detail.FULL.value for one in operators})
-    sources = {(one.name, part): state for one in operators for part in (MASTER, MOMENTS)}
+    state = AvailableCheckpoint(iteration, LIVE, {operator.name: Detail.FULL.value for operator in operators})
+    sources = {(operator.name, part): state for operator in operators for part in (MASTER, MOMENTS)}
     return RecoveryPath((ReplayPoint(iteration, sources),))
 
 
-def kept_of(way: RecoveryPath) -> dict[str, int]:
+def kept_operators(path: RecoveryPath) -> dict[str, int]:
     """Returns the operators that survivors keep on a recovery path, with the iteration of their state."""
-    return {name: held.iteration for (name, _), held in way.sources.items() if held.tier == LIVE}
+    return {name: checkpoint.iteration for (name, _), checkpoint in path.sources.items() if checkpoint.tier == LIVE}
 
 
 def still_needed(
-    way: RecoveryPath, held: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
+    path: RecoveryPath, checkpoints: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
 ) -> list[AvailableCheckpoint]:
     """Returns the checkpoints in use, and the ones that would replace survivor state after another loss."""
-    used = {one.key: one for one in way.used() if one.tier != LIVE}
-    if kept_of(way):
-        past = [one for one in held if one.iteration <= way.iteration]
-        behind = next(recoveries(past, operators, exact=False), None)
-        used |= {} if behind is None else {one.key: one for one in behind.used()}
+    used = {checkpoint.key: checkpoint for checkpoint in path.checkpoints() if checkpoint.tier != LIVE}
+    if kept_operators(path):
+        past = [checkpoint for checkpoint in checkpoints if checkpoint.iteration <= path.iteration]
+        older_path = next(recovery_paths(past, operators, exact=False), None)
+        used |= {} if older_path is None else {checkpoint.key: checkpoint for checkpoint in older_path.checkpoints()}
     return list(used.values())
 
 
-def given(
-    way: RecoveryPath, live: Mapping[int, int], pieces: Pieces, lacking: Lacking = MappingProxyType({})
+def survivor_copies(
+    path: RecoveryPath, live: Mapping[int, int], chunk_ids: ChunkIds, lacking: Lacking = MappingProxyType({})
 ) -> list[tuple[str, int, int]]:
     """Returns copies of survivor state to ranks that lack it: operator, source and target."""
-    kept, busy, found = kept_of(way), Counter(), []
+    kept, sent, copies = kept_operators(path), Counter(), []
 
     def has(rank: int, name: str) -> bool:
         return live.get(rank) == kept[name] and name not in lacking.get(rank, ())
 
-    for target, of_rank in sorted(pieces.items()):
-        for name, piece in of_rank.items():
+    for target, rank_chunks in sorted(chunk_ids.items()):
+        for name, chunk_id in rank_chunks.items():
             if name in kept and not has(target, name):
-                holders = [rank for rank in live if has(rank, name) and pieces[rank].get(name) == piece]
-                source = min(holders, key=lambda rank: (busy[rank], rank))
-                busy[source] += 1
-                found.append((name, source, target))
-    return found
+                sources = [rank for rank in live if has(rank, name) and chunk_ids[rank].get(name) == chunk_id]
+                source = min(sources, key=lambda rank: (sent[rank], rank))
+                sent[source] += 1
+                copies.append((name, source, target))
+    return copies
 
 
-def whole_ranks(
-    way: RecoveryPath, live: Mapping[int, int], pieces: Pieces, lacking: Lacking = MappingProxyType({})
+def complete_ranks(
+    path: RecoveryPath, live: Mapping[int, int], chunk_ids: ChunkIds, lacking: Lacking = MappingProxyType({})
 ) -> frozenset[int]:
     """Returns the ranks that keep all their state at the path's iteration."""
-    kept = kept_of(way)
-    there = [rank for rank, at in live.items() if kept and at == way.iteration and not lacking.get(rank)]
-    return frozenset(rank for rank in there if all(kept.get(name) == way.iteration for name in pieces[rank]))
+    kept = kept_operators(path)
+    candidates = [
+        rank
+        for rank, rank_iteration in live.items()
+        if kept and rank_iteration == path.iteration and not lacking.get(rank)
+    ]
+    return frozenset(rank for rank in candidates if all(kept.get(name) == path.iteration for name in chunk_ids[rank]))
 
 
 @dataclass(frozen=True)
@@ -288,18 +303,18 @@ class JobInventory:
     """State that survived.
 
     Attributes:
-        held: available checkpoints.
+        checkpoints: available checkpoints.
         live: by rank, the iteration of its worker's state; a new worker has none.
-        pieces: by rank and operator, an ID of the rank's part: ranks with the same ID have the same elements of the
+        chunk_ids: by rank and operator, an ID of the rank's part: ranks with the same ID have the same elements of the
             same tensors.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients its worker still has.
-        lacking: by rank, the operators among its pieces whose state its worker lacks, though it has the others.
+        lacking: by rank, the operators whose state its worker lacks, though it has the others.
     """
 
-    held: Sequence[AvailableCheckpoint]
+    checkpoints: Sequence[AvailableCheckpoint]
     live: Mapping[int, int] = field(default_factory=dict)
-    pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    chunk_ids: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     logs: Logs | None = None
     reduced: Mapping[int, int] = field(default_factory=dict)
     lacking: Lacking = field(default_factory=dict)
@@ -322,9 +337,9 @@ class RecoveryPlan:
         iteration: number of completed iterations after the recovery.
         keep: ranks that keep their state.
         copies: copies of operators from survivors to ranks that do not load them.
-        way: recovery path that the others load; None if they copy, or if all keep or continue. For an inexact policy it
-            includes the survivor state that its holders keep.
-        courses: by pipeline stage, the stage plan of its workers, for stages that do not keep their state; empty if all
+        path: recovery path that the others load; None if they copy, or if all keep or continue. For an inexact policy
+            it includes the survivor state that its holders keep.
+        stage_plans: by pipeline stage, the plan of its workers, for stages that do not keep their state; empty if all
             stages replay together.
         complete: ranks one iteration behind that have the reduced gradients, and complete the iteration.
     """
@@ -332,47 +347,47 @@ class RecoveryPlan:
     iteration: int
     keep: frozenset[int] = frozenset()
     copies: tuple[RankCopy, ...] = ()
-    way: RecoveryPath | None = None
-    courses: Mapping[int, Course] = field(default_factory=dict)
+    path: RecoveryPath | None = None
+    stage_plans: Mapping[int, StagePlan] = field(default_factory=dict)
     complete: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> frozenset[int]:
         """Pipeline stages that replay, or have replayed, independently; empty if all replay together."""
-        return frozenset(self.courses)
+        return frozenset(self.stage_plans)
 
     @property
     def reads_storage(self) -> bool:
         """Whether some worker reads a checkpoint in storage."""
-        ways = filter(None, [self.way, *(course.way for course in self.courses.values())])
-        return any(one.tier == STORAGE for way in ways for one in way.used())
+        paths = filter(None, [self.path, *(stage_plan.path for stage_plan in self.stage_plans.values())])
+        return any(checkpoint.tier == STORAGE for path in paths for checkpoint in path.checkpoints())
 
     @property
     def begin(self) -> int:
         """Iterations completed where the first worker starts to load or replay."""
-        first = [] if self.way is None else [self.way.moments[0].iteration]
-        return min([*first, *(course.begin for course in self.courses.values())], default=self.iteration)
+        starts = [] if self.path is None else [self.path.points[0].iteration]
+        return min([*starts, *(stage_plan.begin for stage_plan in self.stage_plans.values())], default=self.iteration)
 
     @property
-    def again(self) -> range:
+    def replayed_iterations(self) -> range:
         """Replayed iterations, counted from 1."""
         return range(self.begin + 1, self.iteration + 1)
 
-    def course(self, stage: int) -> Course | None:
+    def stage_plan(self, stage: int) -> StagePlan | None:
         """Returns the plan for a stage's workers that do not keep their state; None if there is nothing to do."""
-        if self.courses:
-            return self.courses.get(stage)
-        return None if self.way is None else Course(self.begin, self.way)
+        if self.stage_plans:
+            return self.stage_plans.get(stage)
+        return None if self.path is None else StagePlan(self.begin, self.path)
 
     def computing(self, iteration: int) -> frozenset[int]:
         """Returns the stages that replay an iteration while others serve it; empty if all replay together."""
-        return frozenset(stage for stage, course in self.courses.items() if course.begin < iteration)
+        return frozenset(stage for stage, stage_plan in self.stage_plans.items() if stage_plan.begin < iteration)
 
 
 def plans(
     inventory: JobInventory, operators: Sequence[Operator], exact: bool, only: int | None = None
 ) -> Iterator[RecoveryPlan]:
-    """Yields plans, the newest iteration first; arguments as for :func:`moc.recovery.sources.recoveries`.
+    """Yields plans, the newest iteration first; arguments as for :func:`moc.recovery.sources.recovery_paths`.
 
     With ``exact`` off, survivor state of only some operators counts only if it is among the checkpoints
     (:mod:`moc.recovery.plan`).
@@ -382,100 +397,125 @@ def plans(
         memory, copies from other ranks, storage and updates by saved gradients, a replay by some stages. With ``exact``
         off, copies to all are preferred, since checkpoints of the same iteration may have older experts.
     """
-    ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
+    paths = {path.iteration: path for path in recovery_paths(inventory.checkpoints, operators, exact, only)}
     live, lacking = inventory.live if only is None else {}, inventory.lacking
-    for iteration in sorted({*ways, *live.values()}, reverse=True):
-        keep = frozenset(rank for rank, at in live.items() if at == iteration and not lacking.get(rank))
-        way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
-        by_stages = _by_stages(iteration, live, ways.values(), inventory, operators) if exact else None
+    for iteration in sorted({*paths, *live.values()}, reverse=True):
+        keep = frozenset(
+            rank for rank, rank_iteration in live.items() if rank_iteration == iteration and not lacking.get(rank)
+        )
+        path, copies = paths.get(iteration), _copies(keep, inventory.chunk_ids)
+        by_stages = _by_stages(iteration, live, paths.values(), inventory, operators) if exact else None
         behind = frozenset(
-            r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r) and not lacking.get(r)
+            rank
+            for rank, rank_iteration in live.items()
+            if rank_iteration + 1 == iteration == inventory.reduced.get(rank) and not lacking.get(rank)
         )
         if copies is not None:
             behind = frozenset()  # copying is enough
         elif behind:  # only they may have some operator
-            copies = _copies(keep | behind, inventory.pieces)
+            copies = _copies(keep | behind, inventory.chunk_ids)
         if copies is not None and not exact:
             yield RecoveryPlan(iteration, keep, copies, path_of_survivors(iteration, operators), complete=behind)
-        elif copies is not None and (way is None or way.base.tier != MEMORY or way.folds):
+        elif copies is not None and (path is None or path.base.tier != MEMORY or path.gradients):
             yield RecoveryPlan(iteration, keep, copies, complete=behind)
-        elif way is not None and len(way.moments) == 1:
-            state = inventory.live, inventory.pieces, lacking
-            keep = (keep if exact else frozenset()) | whole_ranks(way, *state)
-            copies = tuple(RankCopy(*one) for one in given(way, *state))
-            yield RecoveryPlan(iteration, keep, copies, way)
+        elif path is not None and len(path.points) == 1:
+            state = inventory.live, inventory.chunk_ids, lacking
+            keep = (keep if exact else frozenset()) | complete_ranks(path, *state)
+            copies = tuple(RankCopy(*copy) for copy in survivor_copies(path, *state))
+            yield RecoveryPlan(iteration, keep, copies, path)
         elif by_stages is not None:
             yield by_stages
-        elif way is not None:  # all ranks replay together
-            yield RecoveryPlan(iteration, frozenset(), (), way)
+        elif path is not None:  # all ranks replay together
+            yield RecoveryPlan(iteration, frozenset(), (), path)
 
 
 def _by_stages(
     iteration: int,
     live: Mapping[int, int],
-    ways: Iterable[RecoveryPath],
+    paths: Iterable[RecoveryPath],
     inventory: JobInventory,
     operators: Sequence[Operator],
 ) -> RecoveryPlan | None:
     """Plans a replay by the incomplete stages, from the newest checkpoint that the logs allow."""
-    logs, keep = inventory.logs, {rank for rank, at in live.items() if at == iteration}
+    logs, keep = inventory.logs, {rank for rank, rank_iteration in live.items() if rank_iteration == iteration}
     if logs is None or not keep:
         return None
-    behind = {rank for rank, at in live.items() if at == iteration - 1 and logs.reduced.get(rank) == iteration}
+    behind = {
+        rank
+        for rank, rank_iteration in live.items()
+        if rank_iteration == iteration - 1 and logs.reduced.get(rank) == iteration
+    }
     lost = {stage for rank, stage in logs.stages.items() if rank not in keep | behind}
     if not lost:
         return RecoveryPlan(iteration, frozenset(keep), complete=frozenset(behind))
-    left = {stage: goes_on(stage, iteration, live, inventory.pieces, logs, inventory.held, operators) for stage in lost}
-    for way in sorted(ways, key=lambda way: -way.iteration):
-        if way.iteration > iteration or not set(range(way.iteration + 1, iteration + 1)) <= set(logs.records):
+    resumed = {
+        stage: resumed_stage_plan(stage, iteration, live, inventory.chunk_ids, logs, inventory.checkpoints, operators)
+        for stage in lost
+    }
+    for path in sorted(paths, key=lambda path: -path.iteration):
+        if path.iteration > iteration or not set(range(path.iteration + 1, iteration + 1)) <= set(logs.records):
             continue
-        afresh = Course(way.moments[0].iteration, way)
-        ahead = {stage: course for stage, course in left.items() if course is not None and course.begin > afresh.begin}
-        begins = scope(lost, afresh.begin, iteration, logs, {stage: course.begin for stage, course in ahead.items()})
-        if begins is not None:
-            courses = {stage: afresh if begin == afresh.begin else ahead[stage] for stage, begin in begins.items()}
-            stay = {rank for rank, stage in logs.stages.items() if stage not in courses}
-            needed = way if afresh in courses.values() else None
-            return RecoveryPlan(iteration, frozenset(keep & stay), (), needed, courses, frozenset(behind & stay))
+        from_start = StagePlan(path.points[0].iteration, path)
+        ahead = {
+            stage: stage_plan
+            for stage, stage_plan in resumed.items()
+            if stage_plan is not None and stage_plan.begin > from_start.begin
+        }
+        starts = replaying_stages(
+            lost, from_start.begin, iteration, logs, {stage: stage_plan.begin for stage, stage_plan in ahead.items()}
+        )
+        if starts is not None:
+            stage_plans = {
+                stage: from_start if begin == from_start.begin else ahead[stage] for stage, begin in starts.items()
+            }
+            keeping = {rank for rank, stage in logs.stages.items() if stage not in stage_plans}
+            loaded_path = path if from_start in stage_plans.values() else None
+            return RecoveryPlan(
+                iteration, frozenset(keep & keeping), (), loaded_path, stage_plans, frozenset(behind & keeping)
+            )
     return None
 
 
-def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[RankCopy, ...] | None:
+def _copies(keep: frozenset[int], chunk_ids: Mapping[int, Mapping[str, str]]) -> tuple[RankCopy, ...] | None:
     """Returns copies from the ranks that keep their state to all others; None if a part has no source."""
     if not keep:
         return None
-    copies, given = [], Counter()
-    for target in sorted(set(pieces) - keep):
-        for operator, piece in pieces[target].items():
-            holders = [rank for rank in sorted(keep) if pieces[rank].get(operator) == piece]
-            if not holders:
+    copies, sent = [], Counter()
+    for target in sorted(set(chunk_ids) - keep):
+        for operator, chunk_id in chunk_ids[target].items():
+            sources = [rank for rank in sorted(keep) if chunk_ids[rank].get(operator) == chunk_id]
+            if not sources:
                 return None
-            source = min(holders, key=lambda rank: given[rank])
-            given[source] += 1
+            source = min(sources, key=lambda rank: sent[rank])
+            sent[source] += 1
             copies.append(RankCopy(operator, source, target))
     return tuple(copies)
 
 
-def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
+def explain_no_plan(inventory: JobInventory, operators: Sequence[Operator]) -> str:
     """Explains in half a sentence why there is no plan, by an operator that the newest checkpoint lacks."""
-    if not inventory.held:
+    if not inventory.checkpoints:
         return "there is none"
-    newest = max(held.iteration for held in inventory.held)
-    there = {name for held in inventory.held if held.iteration == newest for name in held.operators}
-    lacking = next((operator.name for operator in operators if operator.name not in there), None)
+    newest = max(checkpoint.iteration for checkpoint in inventory.checkpoints)
+    operators_saved = {
+        name for checkpoint in inventory.checkpoints if checkpoint.iteration == newest for name in checkpoint.operators
+    }
+    lacking = next((operator.name for operator in operators if operator.name not in operators_saved), None)
     if lacking is None:
         return f"the snapshot of iteration {newest} lacks some operator's weights or moments"
     return f"the snapshot of iteration {newest} lacks {lacking}"
 
 
 def exact_resume_error(
-    held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1
+    checkpoints: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1
 ) -> CheckpointError | None:
     """Returns the error of an exact policy that cannot resume because newer snapshots are inexact; None if it can.
 
     ``iteration`` is the one that it would resume from; -1 if there is none.
     """
-    newest = next(recoveries(held, policy.operators, exact=False), None) if recovers_exactly(policy) else None
+    newest = (
+        next(recovery_paths(checkpoints, policy.operators, exact=False), None) if recovers_exactly(policy) else None
+    )
     if newest is None or newest.iteration <= iteration:
         return None
     name = newest.base.policy

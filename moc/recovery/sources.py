@@ -64,8 +64,8 @@ class AvailableCheckpoint:
 
     def without(self, damaged: Collection[str] | None) -> AvailableCheckpoint | None:
         """Returns the checkpoint without damaged operators; None if none is left, or the damaged ones are unknown."""
-        left = {} if damaged is None else {n: detail for n, detail in self.operators.items() if n not in damaged}
-        return replace(self, operators=left) if left and len(left) < len(self.operators) else None
+        remaining = {} if damaged is None else {n: detail for n, detail in self.operators.items() if n not in damaged}
+        return replace(self, operators=remaining) if remaining and len(remaining) < len(self.operators) else None
 
     def has(self, iteration: int, tier: str, operators: Mapping[str, Detail]) -> bool:
         """Returns whether it is of this iteration and tier, and has these operators at their planned details."""
@@ -84,13 +84,13 @@ class ReplayPoint:
     Attributes:
         iteration: iterations completed.
         sources: of the loaded operators; operators that were complete at an earlier point are not loaded again.
-        folds: by operator, the checkpoints with the gradients of the iterations after its source's, ascending; they are
-            applied once the operator is loaded.
+        gradients: by operator, the checkpoints with the gradients of the iterations after its source's, ascending; they
+            are applied once the operator is loaded.
     """
 
     iteration: int
     sources: Sources
-    folds: Mapping[str, Sequence[AvailableCheckpoint]] = field(default_factory=dict)
+    gradients: Mapping[str, Sequence[AvailableCheckpoint]] = field(default_factory=dict)
 
     @property
     def full(self) -> tuple[str, ...]:
@@ -102,9 +102,9 @@ class ReplayPoint:
         """Operators that can compute here, but do not learn yet."""
         return tuple(name for name, part in self.sources if part == COMPUTE)
 
-    def used(self) -> list[AvailableCheckpoint]:
+    def checkpoints(self) -> list[AvailableCheckpoint]:
         """Returns the checkpoints in use, the newest first."""
-        distinct = {held.key: held for held in chain(self.sources.values(), *self.folds.values())}
+        distinct = {checkpoint.key: checkpoint for checkpoint in chain(self.sources.values(), *self.gradients.values())}
         return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
 
 
@@ -115,72 +115,74 @@ class RecoveryPath:
     State is loaded at each step; between two steps an iteration is replayed.
     """
 
-    moments: tuple[ReplayPoint, ...]
+    points: tuple[ReplayPoint, ...]
 
     @property
     def iteration(self) -> int:
         """Iteration that the run resumes from."""
-        return self.moments[-1].iteration
+        return self.points[-1].iteration
 
     @cached_property
     def sources(self) -> Sources:
         """Sources of the state that operators learn with."""
-        return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}
+        return {
+            key: checkpoint for point in self.points for key, checkpoint in point.sources.items() if key[1] != COMPUTE
+        }
 
     @cached_property
-    def folds(self) -> Mapping[str, Sequence[AvailableCheckpoint]]:
+    def gradients(self) -> Mapping[str, Sequence[AvailableCheckpoint]]:
         """Checkpoints with the gradients after its source, by operator."""
-        return {name: steps for moment in self.moments for name, steps in moment.folds.items()}
+        return {name: steps for point in self.points for name, steps in point.gradients.items()}
 
     @property
     def base(self) -> AvailableCheckpoint:
         """Checkpoint that provides the non-tensor state."""
-        return self.at(self.iteration)
+        return self.checkpoint_at(self.iteration)
 
-    def moment(self, iteration: int) -> ReplayPoint | None:
+    def point(self, iteration: int) -> ReplayPoint | None:
         """Returns the point at this many completed iterations, if any."""
-        return next((moment for moment in self.moments if moment.iteration == iteration), None)
+        return next((point for point in self.points if point.iteration == iteration), None)
 
-    def at(self, iteration: int) -> AvailableCheckpoint:
+    def checkpoint_at(self, iteration: int) -> AvailableCheckpoint:
         """Returns the checkpoint in use that provides the non-tensor state of a point, preferably from storage.
 
         All workers read it. They can all read memory only if no node is lost, and then nothing of this iteration is
         from storage.
         """
-        of_this = [held for held in self.used() if held.iteration == iteration]
-        return next((held for held in of_this if held.tier == STORAGE), of_this[0])
+        candidates = [checkpoint for checkpoint in self.checkpoints() if checkpoint.iteration == iteration]
+        return next((checkpoint for checkpoint in candidates if checkpoint.tier == STORAGE), candidates[0])
 
-    def used(self) -> list[AvailableCheckpoint]:
+    def checkpoints(self) -> list[AvailableCheckpoint]:
         """Returns all checkpoints in use, the newest first."""
-        return [held for moment in reversed(self.moments) for held in moment.used()]
+        return [checkpoint for point in reversed(self.points) for checkpoint in point.checkpoints()]
 
     @property
     def stale(self) -> list[str]:
         """Operators whose recovered state is of another iteration, older or newer."""
-        if len(self.moments) > 1:
+        if len(self.points) > 1:
             return []  # all learn until the last step of the path
-        of = {name: {steps[-1].iteration} for name, steps in self.folds.items()}
-        for (name, _), held in self.sources.items():
-            if name not in self.folds:
-                of.setdefault(name, set()).add(held.iteration)
-        return sorted(name for name, iterations in of.items() if iterations != {self.iteration})
+        iterations_of = {name: {steps[-1].iteration} for name, steps in self.gradients.items()}
+        for (name, _), checkpoint in self.sources.items():
+            if name not in self.gradients:
+                iterations_of.setdefault(name, set()).add(checkpoint.iteration)
+        return sorted(name for name, iterations in iterations_of.items() if iterations != {self.iteration})
 
     def learned_until(self, operator: str) -> int:
         """Returns the last iteration whose update is in the operator's recovered state."""
-        if len(self.moments) > 1:
+        if len(self.points) > 1:
             return self.iteration
-        folds = self.folds.get(operator)
-        last = folds[-1] if folds else self.sources[operator, MASTER]
+        gradients = self.gradients.get(operator)
+        last = gradients[-1] if gradients else self.sources[operator, MASTER]
         return min(last.iteration, self.iteration)  # newer updates do not count
 
 
-def recoveries(
-    held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, only: int | None = None
+def recovery_paths(
+    checkpoints: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, only: int | None = None
 ) -> Iterator[RecoveryPath]:
     """Yields recovery paths, the newest iteration first.
 
     Args:
-        held: available checkpoints.
+        checkpoints: available checkpoints.
         operators: of the model.
         exact: all state must be of one iteration, saved or replayed. Otherwise experts may be older or newer than the
             rest, and windows left by an exact policy are paths, too.
@@ -191,111 +193,122 @@ def recoveries(
         ``exact`` off, a path requires only a complete dense part, and each expert in any checkpoint. Memory is
         preferred to storage.
     """
-    usable = [one for one in held if only is None or one.iteration <= only]
-    newest_first = sorted(usable, key=lambda one: (-one.iteration, one.tier))
-    there: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
-    for one in newest_first:
-        there[one.iteration].append(one)
-    found = windows(there, operators)
+    usable = [checkpoint for checkpoint in checkpoints if only is None or checkpoint.iteration <= only]
+    newest_first = sorted(usable, key=lambda checkpoint: (-checkpoint.iteration, checkpoint.tier))
+    by_iteration: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
+    for checkpoint in newest_first:
+        by_iteration[checkpoint.iteration].append(checkpoint)
+    paths = windows(by_iteration, operators)
     if exact:
-        found = _newest_first(found, _chained(there, newest_first, operators))
+        paths = _newest_first(paths, _chained(by_iteration, newest_first, operators))
     else:
-        found = _newest_first(_with_older_experts(there, newest_first, operators), found)
-    yield from (way for way in found if only in (None, way.iteration))
+        paths = _newest_first(_with_older_experts(by_iteration, newest_first, operators), paths)
+    yield from (path for path in paths if only in (None, path.iteration))
 
 
-def _newest_first(preferred: Iterator[RecoveryPath], others: Iterator[RecoveryPath]) -> Iterator[RecoveryPath]:
-    last = None
-    for way in merge(preferred, others, key=lambda way: -way.iteration):
-        if way.iteration != last:
-            last = way.iteration
-            yield way
+def _newest_first(preferred: Iterator[RecoveryPath], fallback: Iterator[RecoveryPath]) -> Iterator[RecoveryPath]:
+    previous = None
+    for path in merge(preferred, fallback, key=lambda path: -path.iteration):
+        if path.iteration != previous:
+            previous = path.iteration
+            yield path
 
 
 def windows(
-    there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator]
+    by_iteration: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator]
 ) -> Iterator[RecoveryPath]:
     """Yields the windows that allow an exact resume from their end, the newest first (MoEvement, section 3.3).
 
-    ``there`` has by iteration, the newest first, its checkpoints, the preferred ones first.
+    ``by_iteration`` has by iteration, the newest first, its checkpoints, the preferred ones first.
     """
-    last = None
-    for start in there:
-        way = window_replay(there, operators, start)
-        if way is not None and way.iteration != last:  # otherwise it only repeats more iterations
-            last = way.iteration
-            yield way
+    previous = None
+    for start in by_iteration:
+        path = window_replay(by_iteration, operators, start)
+        if path is not None and path.iteration != previous:  # otherwise it only repeats more iterations
+            previous = path.iteration
+            yield path
 
 
 def window_replay(
-    there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
+    by_iteration: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
 ) -> RecoveryPath | None:
     """Returns the window that starts at an iteration, or None if it is incomplete (Figure 8).
 
     Each operator is loaded at the first iteration where it is complete, and learns from there on. Until then, every
     checkpoint of the window must have its compute weights. A full checkpoint is a window of one iteration.
     """
-    waiting, moments = [operator.name for operator in operators], []
+    waiting, points = [operator.name for operator in operators], []
     while waiting:
-        iteration, sources, later = start + len(moments), {}, []
+        iteration, sources, later = start + len(points), {}, []
         for name in waiting:
-            whole = {(name, part): _first(there.get(iteration, ()), name, part) for part in (MASTER, MOMENTS)}
-            if None in whole.values():
-                whole = {(name, COMPUTE): _first(there.get(iteration, ()), name, COMPUTE)}
+            operator_sources = {
+                (name, part): _first_with(by_iteration.get(iteration, ()), name, part) for part in (MASTER, MOMENTS)
+            }
+            if None in operator_sources.values():
+                operator_sources = {(name, COMPUTE): _first_with(by_iteration.get(iteration, ()), name, COMPUTE)}
                 later.append(name)
-            if None in whole.values():
+            if None in operator_sources.values():
                 return None
-            sources |= whole
-        moments.append(ReplayPoint(iteration, sources))
+            sources |= operator_sources
+        points.append(ReplayPoint(iteration, sources))
         waiting = later
-    return RecoveryPath(tuple(moments))
+    return RecoveryPath(tuple(points))
 
 
 def _with_older_experts(
-    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    by_iteration: Mapping[int, Sequence[AvailableCheckpoint]],
     newest_first: Sequence[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Iterator[RecoveryPath]:
-    has_gradients = {name for one in newest_first for name, detail in one.operators.items() if detail == _GRAD}
-    for iteration, of_this in there.items():
-        sources, folds = {}, {}
+    has_gradients = {
+        name for checkpoint in newest_first for name, detail in checkpoint.operators.items() if detail == _GRAD
+    }
+    for iteration, checkpoints in by_iteration.items():
+        sources, gradients = {}, {}
         for operator in operators:
-            name, held = operator.name, of_this if operator.expert is None else newest_first
-            found = {(name, part): _first(held, name, part) for part in (MASTER, MOMENTS)}
+            name, candidates = operator.name, checkpoints if operator.expert is None else newest_first
+            operator_sources = {(name, part): _first_with(candidates, name, part) for part in (MASTER, MOMENTS)}
             if name in has_gradients:
-                past = [one for one in newest_first if one.iteration <= iteration]
-                base, steps = _chain(there, past, name, iteration)
-                is_live = any(one is not None and one.key == (iteration, LIVE) for one in found.values())
-                reaches = steps and steps[-1].iteration == iteration and not is_live
-                if reaches or steps and all(one is base for one in found.values()):
-                    found, folds[name] = dict.fromkeys(found, base), steps
-            sources |= found
+                past = [checkpoint for checkpoint in newest_first if checkpoint.iteration <= iteration]
+                base, steps = _chain(by_iteration, past, name, iteration)
+                is_live = any(
+                    checkpoint is not None and checkpoint.key == (iteration, LIVE)
+                    for checkpoint in operator_sources.values()
+                )
+                reaches_iteration = steps and steps[-1].iteration == iteration and not is_live
+                if reaches_iteration or steps and all(checkpoint is base for checkpoint in operator_sources.values()):
+                    operator_sources, gradients[name] = dict.fromkeys(operator_sources, base), steps
+            sources |= operator_sources
         if None not in sources.values():
-            yield RecoveryPath((ReplayPoint(iteration, sources, folds),))
+            yield RecoveryPath((ReplayPoint(iteration, sources, gradients),))
 
 
 def _chained(
-    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    by_iteration: Mapping[int, Sequence[AvailableCheckpoint]],
     newest_first: Sequence[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Iterator[RecoveryPath]:
     """Yields a path for each iteration that the chains of all operators reach."""
-    if not any(_GRAD in one.operators.values() for one in newest_first):
+    if not any(_GRAD in checkpoint.operators.values() for checkpoint in newest_first):
         return
-    for iteration in there:
-        past, sources, folds = [one for one in newest_first if one.iteration <= iteration], {}, {}
+    for iteration in by_iteration:
+        past, sources, gradients = (
+            [checkpoint for checkpoint in newest_first if checkpoint.iteration <= iteration],
+            {},
+            {},
+        )
         for name in (operator.name for operator in operators):
-            base, steps = _chain(there, past, name, iteration)
+            base, steps = _chain(by_iteration, past, name, iteration)
             if base is None or base.iteration + len(steps) < iteration:
                 break
             sources |= {(name, part): base for part in (MASTER, MOMENTS)}
-            folds |= {name: steps} if steps else {}
+            gradients |= {name: steps} if steps else {}
         else:
-            yield RecoveryPath((ReplayPoint(iteration, sources, folds),))
+            yield RecoveryPath((ReplayPoint(iteration, sources, gradients),))
 
 
 def _chain(
-    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    by_iteration: Mapping[int, Sequence[AvailableCheckpoint]],
     newest_first: Iterable[AvailableCheckpoint],
     operator: str,
     until: int,
@@ -305,33 +318,40 @@ def _chain(
     Gradients in superseded memory, or after a base there, are not used: they led to another state. Survivor state is
     not a base, since it has no records of its updates.
     """
-    whole = (one for one in newest_first if one.operators.get(operator) == Detail.FULL.value)
-    base = next((one for one in whole if one.tier != LIVE), None)
+    full = (checkpoint for checkpoint in newest_first if checkpoint.operators.get(operator) == Detail.FULL.value)
+    base = next((checkpoint for checkpoint in full if checkpoint.tier != LIVE), None)
     steps: list[AvailableCheckpoint] = []
     if base is None or base.tier == BEFORE:
         return base, steps
     for iteration in range(base.iteration + 1, until + 1):
-        having = (one for one in there.get(iteration, ()) if one.operators.get(operator) == _GRAD)
-        one = next((one for one in having if one.tier != BEFORE), None)
-        if one is None:
+        candidates = (
+            checkpoint for checkpoint in by_iteration.get(iteration, ()) if checkpoint.operators.get(operator) == _GRAD
+        )
+        checkpoint = next((checkpoint for checkpoint in candidates if checkpoint.tier != BEFORE), None)
+        if checkpoint is None:
             break
-        steps.append(one)
+        steps.append(checkpoint)
     return base, steps
 
 
-def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> AvailableCheckpoint | None:
-    return next((one for one in held if part in PARTS.get(one.operators.get(operator, ""), ())), None)
+def _first_with(checkpoints: Iterable[AvailableCheckpoint], operator: str, part: str) -> AvailableCheckpoint | None:
+    return next(
+        (checkpoint for checkpoint in checkpoints if part in PARTS.get(checkpoint.operators.get(operator, ""), ())),
+        None,
+    )
 
 
 def needed(
-    held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, keep: int
+    checkpoints: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, keep: int
 ) -> set[tuple[int, str]]:
     """Returns the keys of the checkpoints that are still needed.
 
     These are the checkpoints of the newest ``keep`` recovery paths and all newer ones, which may start an incomplete
     window. Without a path, all checkpoints are needed.
     """
-    held = list(held)
-    ways = list(islice(recoveries(held, operators, exact), keep))
-    newest = max((way.iteration for way in ways), default=-1)
-    return {one.key for way in ways for one in way.used()} | {one.key for one in held if one.iteration > newest}
+    checkpoints = list(checkpoints)
+    paths = list(islice(recovery_paths(checkpoints, operators, exact), keep))
+    newest = max((path.iteration for path in paths), default=-1)
+    return {checkpoint.key for path in paths for checkpoint in path.checkpoints()} | {
+        checkpoint.key for checkpoint in checkpoints if checkpoint.iteration > newest
+    }

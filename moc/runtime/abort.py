@@ -62,9 +62,9 @@ def shut_down_sockets(inodes: Iterable[int]) -> int:
 
 def duplicate_sockets(inodes: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
     """Yields duplicates of this process's TCP sockets with these inodes; the caller closes them."""
-    wanted = set(inodes)
+    requested = set(inodes)
     for descriptor, inode in _inodes_by_descriptor().items():
-        if inode in wanted and (sock := _duplicate_socket(descriptor, inode)) is not None:
+        if inode in requested and (sock := _duplicate_socket(descriptor, inode)) is not None:
             yield inode, sock
 
 

@@ -94,7 +94,7 @@ class Agent:
         self.iteration: int | None = None
         self._clock = RunningClock(max_step_s=3 * WATCH_INTERVAL_S)
         self._generation, self._notified_at = 0, 0.0
-        self._why: dict = {"cause": "", "reason": "", "lost": {}}  # of the generation
+        self._reason: dict = {"cause": "", "reason": "", "lost": {}}  # of the generation
         self._limits = HangLimits(flags.hang_caps)
         self._unacknowledged: dict[
             str, tuple[_WorkerProcess, int]
@@ -180,13 +180,14 @@ class Agent:
             ``workers``, a list with the rank, process, section, seconds in it, and newest iteration of each worker,
             and whether it waits for others.
         """
-        left = self._lease.remaining_s
+        remaining_s = self._lease.remaining_s
         workers = [
-            {"rank": one.rank, "pid": one.pid, "section": one.section, "seconds": round(one.section_s, 3)}
-            | {"waits": one.is_waiting, "ready": one.is_ready, "joins": one.is_joining, "iteration": one.iteration}
-            for one in self._workers.values()
+            {"rank": worker.rank, "pid": worker.pid, "section": worker.section, "seconds": round(worker.section_s, 3)}
+            | {"waits": worker.is_waiting, "ready": worker.is_ready, "joins": worker.is_joining}
+            | {"iteration": worker.iteration}
+            for worker in self._workers.values()
         ]
-        lease_s = None if math.isinf(left) else round(left, 3)
+        lease_s = None if math.isinf(remaining_s) else round(remaining_s, 3)
         node = {"node": self._flags.node_rank, "per_node": self._flags.nproc_per_node, "workers": workers}
         return node | {"control": self._link.state, "leader": self._link.leader, "lease_s": lease_s}
 
@@ -319,7 +320,7 @@ class Agent:
     def _make_hello(self) -> tuple[dict, list[dict]]:
         """Returns this node's state for a controller, and messages that an earlier controller may have missed."""
         live_ranks = {
-            one.rank for one in self._workers.values() if not one.is_joining
+            worker.rank for worker in self._workers.values() if not worker.is_joining
         }  # exits of replaced workers are known
         exited = [(worker, code) for worker, code in self._unacknowledged.values() if worker.rank not in live_ranks]
         workers = [worker.to_message() for worker in [*self._workers.values(), *(w for w, _ in exited)]]
@@ -348,7 +349,7 @@ class Agent:
             self._unacknowledged.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
             self._generation = order["generation"]
-            self._why = {name: order.get(name, value) for name, value in self._why.items()}
+            self._reason = {name: order.get(name, value) for name, value in self._reason.items()}
             self._notified_at = self._clock.now
             for worker in self._workers.values():
                 worker.released_memory = None if kind == "abort" else worker.released_memory  # needed to resume
@@ -422,7 +423,7 @@ class Agent:
         if worker.rank_generation > 0 or not worker.starts_together:
             self._forward_stop_signal(worker)
         if self._generation:
-            self._forward(worker, {"kind": "abort", "generation": self._generation, **self._why})
+            self._forward(worker, {"kind": "abort", "generation": self._generation, **self._reason})
         while True:
             message = (await connection.recv()).header
             worker.last_message_at = self._clock.now
@@ -506,8 +507,8 @@ class Agent:
         if seconds <= self._limits.limit(section, waits=worker.is_waiting and has_reported):
             return
         if has_reported:
-            how = f"has been in its {section} for {seconds:.0f} s"
-            self._link.send("hangs", worker=worker.name, generation=self._generation, how=how)
+            description = f"has been in its {section} for {seconds:.0f} s"
+            self._link.send("hangs", worker=worker.name, generation=self._generation, how=description)
         elif worker.reported_generation < 0 or self._clock.now - self._notified_at > self._flags.silence_timeout_s:
             self._kill(worker, f"was in its {section} for {seconds:.0f} s")
 

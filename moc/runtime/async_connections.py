@@ -255,9 +255,9 @@ class Server:
         except BaseException:
             sock.close()
             raise
-        own = asyncio.current_task()
-        assert own is not None  # in a coroutine
-        self._handshakes.pop(own, None)
+        task = asyncio.current_task()
+        assert task is not None  # in a coroutine
+        self._handshakes.pop(task, None)
         connection = await _wrap_socket(sock, channel, peer)
         try:
             await self._on_connection(connection)

@@ -83,12 +83,12 @@ def _to_json(value: object) -> object:
     if isinstance(value, enum.Enum):
         return {"enum": [_type_name(kind), value.name]}
     if isinstance(value, Mapping):
-        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+        return {"dict": [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if dataclasses.is_dataclass(value):
         return {
-            "record": [_type_name(kind), *(_to_json(getattr(value, each.name)) for each in dataclasses.fields(value))]
+            "record": [_type_name(kind), *(_to_json(getattr(value, item.name)) for item in dataclasses.fields(value))]
         }
     if isinstance(value, tuple):
         return {"record": [_type_name(kind), *map(_to_json, value)]}
@@ -105,7 +105,7 @@ def _from_json(value):
         return value
     ((tag, content),) = value.items()
     if tag == "dict":
-        return {_from_json(key): _from_json(each) for key, each in content}
+        return {_from_json(key): _from_json(item) for key, item in content}
     if tag == "bytes":
         return base64.b64decode(content, validate=True)
     for kind, name in _CONTAINERS.items():
@@ -124,10 +124,10 @@ def _make_record(kind: type, values: list):
         if not (issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(values)):
             raise ObjectDecodeError(f"{kind.__qualname__} is no record, or another version's")
         return tuple.__new__(kind, values)
-    made = object.__new__(kind)
-    for each, value in zip(dataclasses.fields(kind), values, strict=True):
-        object.__setattr__(made, each.name, value)
-    return made
+    record = object.__new__(kind)
+    for record_field, value in zip(dataclasses.fields(kind), values, strict=True):
+        object.__setattr__(record, record_field.name, value)
+    return record
 
 
 def _type_name(kind: type) -> str:
@@ -186,13 +186,13 @@ def _all_gather(output: torch.Tensor, values: torch.Tensor, group: object) -> No
 
 def _gather_among(ranks: Sequence[int], value) -> list:
     """Gathers values of some workers through the first of them; other workers need not call it."""
-    first, *others = ranks
+    first, *other_ranks = ranks
     if dist.get_rank() != first:
         _send(value, first)
         return _receive(first)
-    values = [value, *map(_receive, others)]
-    for other in others:
-        _send(values, other)
+    values = [value, *map(_receive, other_ranks)]
+    for rank in other_ranks:
+        _send(values, rank)
     return values
 
 
@@ -265,9 +265,9 @@ def run_on_rank0(action: Callable, failure: str):
             outcome[1:] = with_code(error), isinstance(error, TakenError)
         except OSError as error:
             outcome[1] = f"{failure}: {error}. Fix: check the path, its permissions and free space [{code_of(error)}]"
-    result, error, taken = broadcast_from_rank0(outcome)
+    result, error, is_owned_by_other = broadcast_from_rank0(outcome)
     if error:
-        raise (TakenError if taken else CheckpointError)(error)
+        raise (TakenError if is_owned_by_other else CheckpointError)(error)
     return result
 
 

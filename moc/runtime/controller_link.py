@@ -105,8 +105,8 @@ class ControllerLink:
             WireError: the peer does not belong to this job.
         """
         async with await self._open_liveness_port():
-            while not self.is_closed and (found := await self._connect_to_candidate()):
-                await self._follow(*found)
+            while not self.is_closed and (candidate := await self._connect_to_candidate()):
+                await self._follow(*candidate)
 
     @property
     def state(self) -> dict | None:
@@ -196,7 +196,7 @@ class ControllerLink:
 
     async def _follow(self, index: int, connection: async_connections.AsyncConnection) -> None:
         """Follows a candidate until it disconnects or becomes silent, or another one leads."""
-        begun, connected_at, self._echo = time.monotonic(), self._clock.now, None
+        start, connected_at, self._echo = time.monotonic(), self._clock.now, None
         self._has_promised = self._is_led = False
         hello, unsent = self._make_hello()
         identity = {
@@ -205,9 +205,9 @@ class ControllerLink:
             "door": self.liveness_address,
             "state": self._state,
         }
-        free_in, silent = self._follower.free_in(index, begun), begun - self._follower.last_contact
+        free_in, silent = self._follower.free_in(index, start), start - self._follower.last_contact
         self._free_in = free_in
-        election_state = {"epoch": self._follower.epoch, "free_in": free_in, "silent": silent, "at": begun}
+        election_state = {"epoch": self._follower.epoch, "free_in": free_in, "silent": silent, "at": start}
         background = []
         try:
             await connection.send(Message({"kind": "hello"} | hello | identity | election_state))
@@ -301,9 +301,15 @@ class ControllerLink:
             if self._is_led:
                 led_at = time.monotonic()
                 continue
-            others = {other: await self._is_leading(other) for other in range(len(self._candidates)) if other != index}
-            preferred = [other for other, leads in others.items() if leads]
-            preferred += [other for other, leads in others.items() if leads is not None and other < index]
+            leads_by_candidate = {
+                candidate: await self._is_leading(candidate)
+                for candidate in range(len(self._candidates))
+                if candidate != index
+            }
+            preferred = [candidate for candidate, leads in leads_by_candidate.items() if leads]
+            preferred += [
+                candidate for candidate, leads in leads_by_candidate.items() if leads is not None and candidate < index
+            ]
             if not preferred and time.monotonic() - led_at > patience_s:  # other nodes may reach different candidates
                 preferred = [(index + 1) % len(self._candidates)]
             if not preferred and self._free_in > 0 and self._follower.free_in(index, time.monotonic()) == 0:

@@ -85,14 +85,14 @@ class ControllerProcess:
         """Restarts the controller when it dies or hangs, until the job is over.  Agents restore its state."""
         pause = 0.0
         while True:
-            begun = time.monotonic()
-            why = await self._wait_until_ended()
-            if why is None:
+            start = time.monotonic()
+            reason = await self._wait_until_ended()
+            if reason is None:
                 return
-            if why:
-                _log.warning("the controller %s: started again", why)
+            if reason:
+                _log.warning("the controller %s: started again", reason)
             # back off if it dies repeatedly
-            pause = 0.0 if time.monotonic() - begun > _HEALTHY_S else min(_MAX_BACKOFF_S, 2 * pause + 0.1)
+            pause = 0.0 if time.monotonic() - start > _HEALTHY_S else min(_MAX_BACKOFF_S, 2 * pause + 0.1)
             await asyncio.sleep(pause if pause > 0.1 else 0)
             try:
                 await self.start()
@@ -103,6 +103,6 @@ class ControllerProcess:
         """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
         hangs_s = SilenceLimits(self._flags.silence_timeout_s).controller_timeout_s
-        why = await child_processes.wait_or_kill(self._process, self._address, self._token, hangs_s / 2, hangs_s)
+        reason = await child_processes.wait_or_kill(self._process, self._address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
-        return None if code == 0 else "" if code == STEPPED_DOWN else why
+        return None if code == 0 else "" if code == STEPPED_DOWN else reason

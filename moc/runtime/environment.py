@@ -75,8 +75,8 @@ def node_limits() -> tuple[int, int]:
 
 def min_nodes() -> int | None:
     """Returns MIN of a job with MIN to MAX nodes, which continues after lost nodes; None if the number is fixed."""
-    least, most = node_limits()
-    return least if least < most else None
+    minimum, maximum = node_limits()
+    return minimum if minimum < maximum else None
 
 
 class PlaceError(UserError, ValueError):
@@ -86,17 +86,17 @@ class PlaceError(UserError, ValueError):
     remedy = "start the program with mocrun or torchrun, or unset RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
 
 
-def worker_place() -> tuple[int, int, int]:
+def launcher_ranks() -> tuple[int, int, int]:
     """Returns rank, number of workers, and workers of each node, from the launcher's variables.
 
     Raises:
         PlaceError: a variable is no number, or they contradict each other.
     """
-    given = {name: os.environ.get(name, default) for name, default in _PLACE.items()}
-    for name, value in given.items():
+    texts = {name: os.environ.get(name, default) for name, default in _DEFAULTS.items()}
+    for name, value in texts.items():
         if not value.isdecimal():
             raise PlaceError(f"the environment variable {name} is {value!r}, which is no number")
-    rank, size, per_node = map(int, given.values())
+    rank, size, per_node = map(int, texts.values())
     if rank >= size:
         raise PlaceError(f"the environment variable RANK is {rank}, and WORLD_SIZE is {size}")
     if per_node < 1:
@@ -104,5 +104,5 @@ def worker_place() -> tuple[int, int, int]:
     return rank, size, per_node
 
 
-_PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 """Values of torchrun's variables without a launcher."""

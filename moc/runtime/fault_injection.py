@@ -65,15 +65,15 @@ class Fault:
 
     def __str__(self) -> str:
         """The text that :func:`parse_faults` parses."""
-        words = [self.action]
-        words += [f"ranks={','.join(map(str, self.ranks))}"] if self.ranks else []
-        words += [f"node={self.node}"] if self.node is not None else []
-        words += [f"iteration={self.iteration}", f"point={self.point}"]
-        words += [f"seconds={self.seconds:g}"] if self.action == "slow" else []
-        words += [f"times={self.times}"] if self.times > 1 else []
-        return " ".join(words)
+        parts = [self.action]
+        parts += [f"ranks={','.join(map(str, self.ranks))}"] if self.ranks else []
+        parts += [f"node={self.node}"] if self.node is not None else []
+        parts += [f"iteration={self.iteration}", f"point={self.point}"]
+        parts += [f"seconds={self.seconds:g}"] if self.action == "slow" else []
+        parts += [f"times={self.times}"] if self.times > 1 else []
+        return " ".join(parts)
 
-    def strikes(self, rank: int, node: int) -> bool:
+    def applies_to(self, rank: int, node: int) -> bool:
         """Returns whether it strikes this worker."""
         return (not self.ranks or rank in self.ranks) and self.node in (None, node)
 
@@ -84,23 +84,23 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     Raises:
         ValueError: a fault is malformed; the message has the remedy.
     """
-    return tuple(_parse_fault(part.split()) for part in text.split(";") if part.strip())
+    return tuple(_parse_fault(fault_text.split()) for fault_text in text.split(";") if fault_text.strip())
 
 
-def _parse_fault(words: list[str]) -> Fault:
-    action, *rest = words
+def _parse_fault(tokens: list[str]) -> Fault:
+    action, *settings = tokens
     if action not in ACTIONS:
         raise FaultError(
             f"{action} is no fault. Fix: begin the fault with one of {', '.join(ACTIONS)}",
             code="value-unreadable",
         )
     values = {}
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for token in settings:
+        name, equals, value = token.partition("=")
         name = "ranks" if name == "rank" else name
         if not equals or name not in _PARSERS:
             raise FaultError(
-                f"{word} is not understood. Fix: write {', '.join(f'{n}=' for n in _PARSERS)} behind {action}",
+                f"{token} is not understood. Fix: write {', '.join(f'{n}=' for n in _PARSERS)} behind {action}",
                 code="value-unreadable",
             )
         if name in values:
@@ -182,8 +182,8 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
     Gaps between faults are exponentially distributed, with a mean of ``mean`` iterations.  A fault within recovery
     follows another that triggers a recovery.
     """
-    generator, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
-    while (at := at + generator.expovariate(1 / mean)) < iterations:
+    generator, faults, elapsed = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
+    while (elapsed := elapsed + generator.expovariate(1 / mean)) < iterations:
         point, ranks = (
             generator.choice([name for name in POINTS if name not in ELASTIC | AFTER]),
             _sample_ranks(generator, size),
@@ -191,10 +191,10 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
         if point == "committed":
             ranks = (0,)  # only rank 0 commits in storage
         if point in RECOVERY:
-            first = ranks if point == "rebuilding" else _sample_ranks(generator, size)
-            faults.append(Fault("kill", int(at) + 1, first, point=generator.choice(list(STEP))))
+            initial_ranks = ranks if point == "rebuilding" else _sample_ranks(generator, size)
+            faults.append(Fault("kill", int(elapsed) + 1, initial_ranks, point=generator.choice(list(STEP))))
         # a survivor may be one iteration behind the killed workers
-        faults.append(Fault("kill", int(at) if point in RECOVERY else int(at) + 1, ranks, point=point))
+        faults.append(Fault("kill", int(elapsed) if point in RECOVERY else int(elapsed) + 1, ranks, point=point))
     return tuple(faults)
 
 
@@ -218,7 +218,7 @@ class Injector:
     ):
         self._faults: dict[str, list[Fault]] = {}
         for fault in faults:
-            if fault.strikes(rank, node):
+            if fault.applies_to(rank, node):
                 self._faults.setdefault(fault.point, []).append(fault)
         directory.mkdir(parents=True, exist_ok=True)
         self._rank, self._directory, self._on_strike = rank, directory, on_strike
@@ -230,10 +230,10 @@ class Injector:
         if point == "start" and iteration is not None:
             self._iteration = iteration
             os.pwrite(self._iteration_file, iteration.to_bytes(8, "little"), 0)
-        at = self._iteration if iteration is None else iteration
+        current = self._iteration if iteration is None else iteration
         for fault in self._faults.get(point, ()):
-            if fault.iteration <= at and self._claim(fault):
-                self._execute(fault, at)
+            if fault.iteration <= current and self._claim(fault):
+                self._execute(fault, current)
 
     def _claim(self, fault: Fault) -> bool:
         """Returns whether the fault strikes now; if so, the strike is already recorded."""

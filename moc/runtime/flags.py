@@ -17,9 +17,9 @@ class MonitorFlags:
     on_event: str | None = None  # shell command to run with each event
 
     @property
-    def is_wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether the launcher runs a monitor."""
-        return any(wanted is not None for wanted in (self.metrics_port, self.dashboard_port, self.on_event))
+        return any(flag is not None for flag in (self.metrics_port, self.dashboard_port, self.on_event))
 
 
 @dataclass(frozen=True)

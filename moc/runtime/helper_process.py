@@ -158,9 +158,9 @@ class HelperProcess:
         if not _ready(pipe, event, deadline):
             self._fail(f"has not answered for {self.timeout_s:g} s")
 
-    def _fail(self, how: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._kill()
-        raise HelperError(how)
+        raise HelperError(reason)
 
     def _kill(self) -> None:
         process = self._process

@@ -72,7 +72,7 @@ class Job:
     partial_model_parts: tuple[int, ...] = ()
 
     def __init__(self):
-        self.rank, self.size, _ = environment.worker_place()
+        self.rank, self.size, _ = environment.launcher_ranks()
         self.max_nodes = environment.node_limits()[1]
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 

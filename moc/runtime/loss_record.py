@@ -39,8 +39,8 @@ class LossRecord:
 
     def after_loss(self, generation: int, loss: GenerationReason) -> LossRecord:
         """Returns the record after a loss that has begun a generation, or has ended the job."""
-        known = {name: loss.lost[name] for name in _FIELDS if name in loss.lost}
-        entry = {"generation": generation, "cause": str(loss.cause), "reason": loss.reason, **known}
+        fields = {name: loss.lost[name] for name in _FIELDS if name in loss.lost}
+        entry = {"generation": generation, "cause": str(loss.cause), "reason": loss.reason, **fields}
         return LossRecord((*self.losses, entry), self.writer)
 
     def to_message(self) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def generation_event(loss: Interruption, newest: Mapping[str, Any], job: Job) ->
 
 def unwritten(losses: Sequence[Mapping[str, Any]], newest: Mapping[str, Any], job: str) -> list[Mapping[str, Any]]:
     """Returns the losses of a job that its event log lacks; ``newest`` is the newest event ``generation`` in it."""
-    last = newest.get("generation", -1) if newest.get("job") == job else -1
-    return [loss for loss in losses if loss["generation"] > last]
+    newest_generation = newest.get("generation", -1) if newest.get("job") == job else -1
+    return [loss for loss in losses if loss["generation"] > newest_generation]

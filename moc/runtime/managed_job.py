@@ -74,7 +74,7 @@ class RendezvousClient(Store):
         self.set_timeout(timeout)
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._known: dict[str, bytes] = {}  # set or awaited here, and not read yet: most waits precede a get
+        self._values_received: dict[str, bytes] = {}  # set or awaited here, and not read yet: most waits precede a get
         self._connection = _connect(address, token)
         self._connection.send(Message({"kind": "meets", "generation": generation}))
 
@@ -94,7 +94,7 @@ class RendezvousClient(Store):
         """Stores several values."""
         data = {k: v.encode() if isinstance(v, str) else bytes(v) for k, v in zip(keys, values, strict=True)}
         with self._lock:
-            self._known |= data
+            self._values_received |= data
             self._connection.send(pack_values("set", data))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch: two overloads
@@ -111,7 +111,7 @@ class RendezvousClient(Store):
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was set."""
-        self._known.pop(key, None)
+        self._values_received.pop(key, None)
         return self._request(Message({"kind": "delete", "key": key})).header["was"]
 
     def has_extended_api(self) -> bool:
@@ -127,14 +127,14 @@ class RendezvousClient(Store):
         self._connection.close()
 
     def _values(self, keys: Sequence[str], timeout: timedelta, keep: bool) -> list[bytes]:
-        missing = [key for key in keys if key not in self._known]
+        missing = [key for key in keys if key not in self._values_received]
         if missing:
             seconds = timeout.total_seconds()
-            answer = self._request(Message({"kind": "get", "keys": missing, "within": seconds}), seconds + _GRACE_S)
-            if answer.kind == "late":
-                raise ValueTimeoutError(f"{', '.join(answer.header['keys'])} did not arrive within {seconds:g} s")
-            self._known |= unpack_values(answer.header, answer.body)
-        return [self._known[key] if keep else self._known.pop(key) for key in keys]
+            reply = self._request(Message({"kind": "get", "keys": missing, "within": seconds}), seconds + _GRACE_S)
+            if reply.kind == "late":
+                raise ValueTimeoutError(f"{', '.join(reply.header['keys'])} did not arrive within {seconds:g} s")
+            self._values_received |= unpack_values(reply.header, reply.body)
+        return [self._values_received[key] if keep else self._values_received.pop(key) for key in keys]
 
     def _request(self, message: Message, seconds: float = _GRACE_S) -> Message:
         with self._lock:
@@ -151,8 +151,8 @@ def _connect(address: str, token: bytes) -> Connection:
     return retry_connect(lambda: connect(address, token), HANDSHAKE_TIMEOUT_S, except_cause=ConnectionRefusedError)
 
 
-def _gather_locally(gathered: list, own, group=None) -> None:
-    gathered[:] = [own] * len(gathered)
+def _gather_locally(gathered: list, local, group=None) -> None:
+    gathered[:] = [local] * len(gathered)
 
 
 def _gather_tensor_locally(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op=False) -> None:
@@ -186,8 +186,11 @@ class ManagedJob(Job):
         self._replaced_collectives: dict[str, Callable] = {}
         self._is_ready, self._start_s = False, 0.0
         self._notice = threading.Condition()
-        self._newest_generation, self._newest_why = self._first_generation, ("", "", {})  # cause, reason, what was lost
-        self._why = self._newest_why  # of the generation in which this worker is connected
+        self._newest_generation, self._newest_reason = (
+            self._first_generation,
+            ("", "", {}),
+        )  # cause, reason, what was lost
+        self._reason = self._newest_reason  # of the generation in which this worker is connected
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -232,9 +235,9 @@ class ManagedJob(Job):
         self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token, **options)
         self._groups.install()
         if self._starts_together:
-            begun = time.monotonic()
+            start = time.monotonic()
             self._reconnect()
-            self._start_s = time.monotonic() - begun
+            self._start_s = time.monotonic() - start
         else:
             self._replaced_collectives = {name: getattr(dist, name) for name in _LOCAL_COLLECTIVES}
             dist.__dict__.update(_LOCAL_COLLECTIVES)
@@ -253,13 +256,13 @@ class ManagedJob(Job):
             PROGRESS.discard()
             self._send("built", stays=self.recreate_groups is not None)
             if self._starts_together and self._generation > 0:  # no worker has survived the losses
-                return Interruption(self._generation, *self._why, 0.0, self._start_s)
+                return Interruption(self._generation, *self._reason, 0.0, self._start_s)
         if self._generation >= 0:
             return None
         dist.__dict__.update(self._replaced_collectives)  # a replacement, initialized separately
-        begun = time.monotonic()
+        start = time.monotonic()
         self._reconnect()
-        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, *self._reason, 0.0, time.monotonic() - start)
 
     def rejoin_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.rejoin_after`.  A worker with a broken device ends here, and counts as lost."""
@@ -275,11 +278,11 @@ class ManagedJob(Job):
             self._report_peer_failure()
         if not self._is_ready:
             threading.Event().wait()  # it was initializing in step with a lost worker: the agent is about to kill it
-        begun, notice_at = time.monotonic(), self._notice_at
+        start, notice_at = time.monotonic(), self._notice_at
         error.__traceback__ = None  # the traceback keeps the interrupted iteration's activations alive
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, *self._why, begun - notice_at, time.monotonic() - begun)
+        return Interruption(self._generation, *self._reason, start - notice_at, time.monotonic() - start)
 
     @property
     def has_change_notice(self) -> bool:
@@ -292,13 +295,13 @@ class ManagedJob(Job):
     def change_members(self, has_handed_over: bool = False) -> Interruption:
         """As :meth:`Job.change_members`.  A loss meanwhile begins a generation, too."""
         PROGRESS.discard()
-        begun = time.monotonic()
+        start = time.monotonic()
         self._send("parted", generation=self._generation, handed_over=has_handed_over)
         while not self._wait_for_notice():
             self._send("parted", generation=self._generation, handed_over=has_handed_over)
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, *self._reason, 0.0, time.monotonic() - start)
 
     def start_over(self) -> NoReturn:
         os._exit(START_OVER)
@@ -391,7 +394,7 @@ class ManagedJob(Job):
             if self._newest_generation > generation:
                 return False
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
-            self._why = self._newest_why
+            self._reason = self._newest_reason
             assignment = self._rank_assignment
         assert self._groups is not None  # it is connected
         if assignment != (self.rank, self.size, self.partial_model_parts):
@@ -408,10 +411,10 @@ class ManagedJob(Job):
                 self._report_peer_failure()
             return False
 
-    def _change_rank(self, rank: int, size: int, helpers: tuple[int, ...]) -> None:
+    def _change_rank(self, rank: int, size: int, partial_model_parts: tuple[int, ...]) -> None:
         """Continues as another rank, in a world of another size or with other partial-model nodes."""
         assert self._groups is not None and self.recreate_groups is not None  # only such workers get another rank
-        self.rank, self.size, self.partial_model_parts = rank, size, helpers
+        self.rank, self.size, self.partial_model_parts = rank, size, partial_model_parts
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         self._groups.change_rank(rank, size)
         self.recreate_groups()
@@ -436,7 +439,7 @@ class ManagedJob(Job):
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
                     self._newest_generation = message["generation"]
-                    self._newest_why = message["cause"], message["reason"], message["lost"]
+                    self._newest_reason = message["cause"], message["reason"], message["lost"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:

@@ -3,25 +3,25 @@
 A *generation* is a numbered membership.  A lost worker starts the next one:
 
 * Survivors are ordered to *abort* their work, and replacements of the lost workers are started.
-* When all workers have reported that they are *here*, all are ordered to *go*.
+* When all workers have reported that they are ready, all are ordered to connect.
 * A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.
 
-Workers belong to rank blocks (*places*), and the node of a block may change: see :mod:`moc.runtime.seating`.
+Workers belong to rank blocks, and the node of a block may change: see :mod:`moc.runtime.seating`.
 
 A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces a lost one.  The program decides how:
 
-* A program whose workers *stay* continues in the same processes, with other ranks.  Workers of new nodes initialize
-  meanwhile, as *guests*.  When they are ready, the others get a notice (*welcome*) and drain (*part*) after the same
-  iteration.  Then the guests get ranks.
+* A program whose workers survive a resize continues in the same processes, with other ranks.  Workers of new nodes
+  (*joining workers*) initialize meanwhile.  When they are ready, the others get a scale-up notice, and drain after the
+  same iteration.  Then the joining workers get ranks.
 * A node that is to leave is announced by the same notice.  Its workers move their state to the others before they
   drain.  Then it has no rank, and is released when the others have connected.
 * If a copy of the model takes several nodes, each node has a part of it.  Complete copies train, and other nodes with a
-  part are *helpers* (:mod:`moc.runtime.seating`).  A worker keeps its part while it lives.
+  part are partial-model nodes (:mod:`moc.runtime.seating`).  A worker keeps its part while it lives.
 * All workers of any other program are restarted, since their number changes.  Before new nodes are added, they are
   asked to save and exit.
 
-    begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
-                                         `----all exited with 0, or one with another code--> ended
+    begin --> gathering --all ready--> running --a worker is lost--> gathering (next generation) --> ...
+                                          `----all exited with 0, or one with another code--> ended
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from moc.runtime.orders import (
     StopNode,
     WorkerRecord,
 )
-from moc.runtime.seating import LiveWorkers, RankBlocks, ScaleUp, Seating
+from moc.runtime.seating import LiveWorkers, RankAssignment, RankBlocks, ScaleUp
 from moc.runtime.standstill import MAX_STANDSTILL, Standstill
 from moc.runtime.termination import LOST, RESUME_REMEDY, SAVED, START_OVER, STOP_SIGNALS, USAGE, describe_exit
 
@@ -108,7 +108,7 @@ class Membership:
         stop_signal: signal that requested a stop; None without one.
         live: live workers.
         blocks: assignment of nodes to rank blocks.
-        seating: nodes that train or help, and their parts of the model.
+        assignment: nodes that train, and their parts of the model.
         scale_up: progress of adding nodes.
         departing: members that asked to leave, and are to move their state to the others first.
         departed: nodes whose state the others have, to be released when these have connected.
@@ -137,8 +137,8 @@ class Membership:
 
     def __post_init__(self):
         self.blocks = RankBlocks(self.max_workers // self.workers_per_node, self.min_nodes)
-        self.seating = Seating(self.blocks, self.workers_per_node, self.live)
-        self.scale_up = ScaleUp(self.seating)
+        self.assignment = RankAssignment(self.blocks, self.workers_per_node, self.live)
+        self.scale_up = ScaleUp(self.assignment)
         self._broken_devices = BrokenDevices(self.workers_per_node)
         self._standstill = Standstill()
         self._losses = LossRecord()
@@ -173,13 +173,13 @@ class Membership:
             "members": list(self.blocks.members),
             "anew": self._resize_generation,
             "growing": self.scale_up.in_progress,
-            "refused": sorted(self.seating.refused_sizes),
+            "refused": sorted(self.assignment.refused_sizes),
             "broken": dict(self._broken_devices.failures),
             "standstill": [self._standstill.iteration, list(self._standstill.devices)],
             "losses": [self._losses.writer, list(self._losses.losses)],
             "stayed": sorted(self._continued),
-            "parts": self.seating.nodes_per_model,
-            "helpers": list(self.seating.partial_model_parts),
+            "parts": self.assignment.nodes_per_model,
+            "helpers": list(self.assignment.partial_model_parts),
             "waited": self.scale_up.candidates_waited,
             "end": self.end.to_message() if self.end else None,
         }
@@ -201,12 +201,12 @@ class Membership:
         self.blocks.members, self._resize_generation = tuple(state["members"]), state["anew"]
         self._continued = set(state["stayed"])
         self.scale_up.in_progress, self.scale_up.candidates_waited = state["growing"], state["waited"]
-        self.seating.refused_sizes, self._broken_devices.failures = set(state["refused"]), dict(state["broken"])
+        self.assignment.refused_sizes, self._broken_devices.failures = set(state["refused"]), dict(state["broken"])
         iteration, devices = state["standstill"]
         self._standstill = Standstill(iteration, tuple((node, device) for node, device in devices))
         writer, losses = state["losses"]
         self._losses = LossRecord(tuple(losses), writer)
-        self.seating.nodes_per_model, self.seating.partial_model_parts = state["parts"], tuple(state["helpers"])
+        self.assignment.nodes_per_model, self.assignment.partial_model_parts = state["parts"], tuple(state["helpers"])
         self.end = End.from_message(state["end"]) if state["end"] else None
 
     def node_joined(
@@ -227,11 +227,11 @@ class Membership:
         self._known_generation[node], self.generation = generation, max(self.generation, generation)
         self.live.remove_node(node)
         orders: list[Order] = [self._assign_rank(worker) for worker in present if self._missed_assignment(worker)]
-        wanted = {worker.name: worker for worker in present if block is not None and self._block_of(worker) == block}
+        retained = {worker.name: worker for worker in present if block is not None and self._block_of(worker) == block}
         is_waiting = block is not None and block not in self.blocks.members
         self.live.joining |= {worker.name: worker for worker in present if worker.is_joining and is_waiting}
-        orders += [Kill(node, worker.name) for worker in present if worker.name not in wanted | self.joining]
-        self.live.workers |= wanted
+        orders += [Kill(node, worker.name) for worker in present if worker.name not in retained | self.joining]
+        self.live.workers |= retained
         if stop_signal is not None and (end := self.stop_requested(stop_signal)):
             return end
         if self._can_resize and self.has_begun and not self.blocks.is_complete:
@@ -264,8 +264,8 @@ class Membership:
             return []
         if not self.has_begun:
             return self._start_missing_workers() if self.blocks.is_complete else []
-        first = self.blocks.members.index(block) * self.workers_per_node
-        if self._finished.issuperset(range(first, first + self.workers_per_node)):
+        first_rank = self.blocks.members.index(block) * self.workers_per_node
+        if self._finished.issuperset(range(first_rank, first_rank + self.workers_per_node)):
             return []
         replacement = "" if spare is None else f", and node {spare} takes its place"
         cause, event = (Cause.NODE_GAVE_UP, "has given up its place") if is_removed else (Cause.NODE_LOST, "is lost")
@@ -299,7 +299,7 @@ class Membership:
         if not self.can_grow:
             return []
         if not self.has_begun:
-            self.blocks.members = self.seating.best_seats(self.blocks.filled_blocks)
+            self.blocks.members = self.assignment.largest_assignment(self.blocks.filled_blocks)
             return self._start_missing_workers()
         repeated, self.scale_up.in_progress = self.scale_up.in_progress, True
         if self.scale_up.joining_workers_are_ready or (self.live.survive_resize and self.scale_up.move_reason):
@@ -348,11 +348,11 @@ class Membership:
 
     def _can_continue_without(self, nodes: set[int]) -> bool:
         """Returns whether enough members remain without initialization, and the job is not about to end."""
-        left = [block for block in self.seating.ready_blocks if self.blocks.node_in(block) not in nodes]
+        remaining = [block for block in self.assignment.ready_blocks if self.blocks.node_in(block) not in nodes]
         is_ending = self.stop_signal is not None or bool(self._finished)
         if is_ending or not (self.blocks.is_elastic and self.live.survive_resize and self.blocks.is_known):
             return False
-        return len(left) >= self.blocks.min_members and bool(self.seating.ready_seats(left))
+        return len(remaining) >= self.blocks.min_members and bool(self.assignment.ready_assignment(remaining))
 
     def stop_departing(self) -> list[Order]:
         """Has the departing nodes stop the job instead, as any other stop signal does."""
@@ -405,8 +405,8 @@ class Membership:
         if code == START_OVER:
             return self._replace_on_request(worker)
         if code == USAGE and self._may_accept_fewer_nodes(worker):
-            self.seating.refused_sizes.add(self.seating.nodes_in_copies)
-            refused = f"the program refuses to run on {count_nodes(self.seating.nodes_in_copies)}"
+            self.assignment.refused_sizes.add(self.assignment.nodes_in_copies)
+            refused = f"the program refuses to run on {count_nodes(self.assignment.nodes_in_copies)}"
             return self._resize(GenerationReason(Cause.NODES_REFUSED, refused))
         event = f"worker {worker.rank} {describe_exit(code)}{reason and f': it {reason}'}"
         lost = {"rank": worker.rank, "node": worker.node, **({"signal": -code} if code < 0 else {})}
@@ -443,19 +443,19 @@ class Membership:
             )
         if is_device_broken and self._broken_devices.count_failure(worker):
             return self._remove_node(worker, event)
-        if self._stands_still(worker, iteration):
+        if self._count_loss(worker, iteration):
             return self._end_job(
                 exit_code,
                 f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker "
-                f"{self._standstill.moment}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
-                "--max-standstill",
+                f"{self._standstill.phase}, too{self._standstill.shared_device}. Fix: correct what kills workers, or "
+                "raise --max-standstill",
                 code="progress-missing",
                 loss=loss,
             )
         lost = {**loss.lost, **self._standstill.to_message()}
         return self._next_generation(GenerationReason(loss.cause, event, lost))
 
-    def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
+    def _count_loss(self, worker: WorkerRecord, iteration: int | None) -> bool:
         """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
         if self.running or worker.rank_generation == self.generation:
             device = self._broken_devices.device_index(worker)
@@ -470,7 +470,7 @@ class Membership:
         """
         if self.stop_signal is None:
             return None
-        if not self.blocks.is_known or any(other.is_ready for other in self.workers.values()):
+        if not self.blocks.is_known or any(survivor.is_ready for survivor in self.workers.values()):
             return 128 + number if worker.is_ready and number in STOP_SIGNALS else None
         return SAVED if self.generation > 0 and not worker.is_ready else 128 + number
 
@@ -490,7 +490,7 @@ class Membership:
         """Removes a node from the job; its launcher ends, so it does not return unless it is started again."""
         node, device = worker.node, self._broken_devices.device_index(worker)
         self._broken_devices.reset(worker)  # a node that is started again counts as repaired
-        kills = [Kill(node, other.name) for other in self.workers.values() if other.node == node]
+        kills = [Kill(node, node_worker.name) for node_worker in self.workers.values() if node_worker.node == node]
         repeated = f"as were {MAX_DEVICE_FAILURES - 1} before it with device {device} of node {node}"
         error = UserError(
             f"{event}, {repeated}: the node gives up its place. Fix: look at the device before you start it again",
@@ -518,8 +518,8 @@ class Membership:
         if name not in self.workers or self.end:
             return []
         self._standstill = self._standstill.after_report(iteration)
-        if nodes_per_model != self.seating.nodes_per_model:
-            self.seating.nodes_per_model = nodes_per_model
+        if nodes_per_model != self.assignment.nodes_per_model:
+            self.assignment.nodes_per_model = nodes_per_model
             if len(self.blocks.members) % nodes_per_model:
                 return self._resize(
                     GenerationReason(Cause.PARTS_CHANGED, f"a copy of the model takes {count_nodes(nodes_per_model)}")
@@ -539,7 +539,7 @@ class Membership:
             self.workers[name].connected_generation = generation
         if name in self.workers and generation == self.generation:
             self._losses = self._losses.after_connection(self.workers[name])
-        if not self.departed or any(one.connected_generation < self.generation for one in self.workers.values()):
+        if not self.departed or any(worker.connected_generation < self.generation for worker in self.workers.values()):
             return []
         orders: list[Order] = [ReleaseNode(node) for node in sorted(self.departed)]
         self.departed.clear()
@@ -559,10 +559,10 @@ class Membership:
             return []
         self.workers[name].drained_generation, self.workers[name].has_handed_over = generation, has_handed_over
         if len(self.workers) < self.size or any(
-            one.drained_generation < self.generation for one in self.workers.values()
+            worker.drained_generation < self.generation for worker in self.workers.values()
         ):
             return []
-        if departed := {one.node for one in self.workers.values() if one.has_handed_over}:
+        if departed := {worker.node for worker in self.workers.values() if worker.has_handed_over}:
             return self._remove_departed(departed)
         if self.can_grow and (reason := self.scale_up.arrival_reason or self.scale_up.move_reason):
             return self._resize(reason)
@@ -575,7 +575,7 @@ class Membership:
 
     def _remove_departed(self, nodes: set[int]) -> list[Order]:
         """Continues without nodes whose state the others have."""
-        kills: list[Order] = [Kill(one.node, name) for name, one in self.workers.items() if one.node in nodes]
+        kills: list[Order] = [Kill(worker.node, name) for name, worker in self.workers.items() if worker.node in nodes]
         for node in nodes:
             self.blocks.remove_node(node, replace=False)
             self._forget_node(node)
@@ -642,39 +642,49 @@ class Membership:
 
     def _block_of(self, worker: WorkerRecord) -> int | None:
         """Returns the rank block of a worker; None if it was started for other members."""
-        seated = worker.rank_generation >= self._resize_generation and not worker.is_joining
-        return self.blocks.members[worker.rank // self.workers_per_node] if seated and self.size else None
+        is_assigned = worker.rank_generation >= self._resize_generation and not worker.is_joining
+        return self.blocks.members[worker.rank // self.workers_per_node] if is_assigned and self.size else None
 
     @property
     def _can_resize(self) -> bool:
         """Whether the job can run on the connected nodes, even if the members change."""
         return (
-            self.blocks.is_elastic and self.blocks.is_known and bool(self.seating.best_seats(self.blocks.filled_blocks))
+            self.blocks.is_elastic
+            and self.blocks.is_known
+            and bool(self.assignment.largest_assignment(self.blocks.filled_blocks))
         )
 
     def _may_accept_fewer_nodes(self, worker: WorkerRecord) -> bool:
         """Returns whether the program may refuse this reduced number of nodes, and accept a smaller one."""
-        members = self.blocks.members[: self.seating.nodes_in_copies]
-        return len(members) < self.blocks.count and not worker.is_ready and bool(self.seating.best_seats(members[:-1]))
+        members = self.blocks.members[: self.assignment.nodes_in_copies]
+        return (
+            len(members) < self.blocks.count
+            and not worker.is_ready
+            and bool(self.assignment.largest_assignment(members[:-1]))
+        )
 
     def _resize(self, reason: GenerationReason) -> list[Order]:
         """Continues on the connected nodes: workers that stay get other ranks, and all others are restarted."""
         keeps_workers, workers = self.live.survive_resize, self.workers | self.joining
-        self.seating.reassign(keeps_workers)
+        self.assignment.reassign(keeps_workers)
         self._resize_generation, self.scale_up.in_progress = self.generation + 1, False
         self.live.joining = {
-            name: one for name, one in self.joining.items() if keeps_workers and not self._is_member(one)
+            name: worker for name, worker in self.joining.items() if keeps_workers and not self._is_member(worker)
         }
         self.live.workers = {
-            name: one
-            for name, one in workers.items()
-            if keeps_workers and self.seating.keeps_model_part(one) and (one.is_ready or not one.starts_together)
+            name: worker
+            for name, worker in workers.items()
+            if keeps_workers
+            and self.assignment.keeps_model_part(worker)
+            and (worker.is_ready or not worker.starts_together)
         }
         self._continued = set(self.workers)
-        orders: list[Order] = [self._assign_rank(one) for one in self.workers.values()]
-        orders += [Kill(one.node, name) for name, one in workers.items() if name not in self.workers | self.joining]
+        orders: list[Order] = [self._assign_rank(worker) for worker in self.workers.values()]
+        orders += [
+            Kill(worker.node, name) for name, worker in workers.items() if name not in self.workers | self.joining
+        ]
         self.scale_up.candidates_waited = keeps_workers and self.scale_up.more_can_train
-        count, partial = len(self.blocks.members), len(self.seating.partial_model_parts)
+        count, partial = len(self.blocks.members), len(self.assignment.partial_model_parts)
         sentence = f"{reason.reason}: training continues on {count} of {self.blocks.count} nodes"
         sentence += f", {partial} of them with a partial model" if partial else ""
         return [*orders, *self._next_generation(GenerationReason(reason.cause, sentence, reason.lost))]
@@ -696,14 +706,19 @@ class Membership:
         assert block is not None  # its node is a member
         worker.rank = self.blocks.members.index(block) * self.workers_per_node + worker.rank % self.workers_per_node
         worker.rank_generation, worker.is_joining = self._resize_generation, False
-        worker.size, worker.partial_model_parts = self.size, self.seating.partial_model_parts
+        worker.size, worker.partial_model_parts = self.size, self.assignment.partial_model_parts
         return AssignRank(
-            worker.node, worker.name, worker.rank, self._resize_generation, self.size, self.seating.partial_model_parts
+            worker.node,
+            worker.name,
+            worker.rank,
+            self._resize_generation,
+            self.size,
+            self.assignment.partial_model_parts,
         )
 
     def _all_reported(self) -> bool:
         return len(self.workers) == self.size and all(
-            w.reported_generation == self.generation for w in self.workers.values()
+            worker.reported_generation == self.generation for worker in self.workers.values()
         )
 
     def _next_generation(self, reason: GenerationReason) -> list[Order]:
@@ -721,9 +736,9 @@ class Membership:
         orders: list[Order] = []
         some_ready = any(worker.is_ready for worker in self.workers.values())
         if (
-            self.seating.partial_model_parts and not some_ready
+            self.assignment.partial_model_parts and not some_ready
         ):  # all initialize together, which only complete copies can
-            self.seating.remove_partial_model_nodes()
+            self.assignment.remove_partial_model_nodes()
             self._resize_generation = self.generation
         for worker in list(self.workers.values()):
             if (
@@ -744,7 +759,7 @@ class Membership:
         name, generation, helpers = (
             self.live.new_name(self.generation),
             self.generation,
-            self.seating.partial_model_parts,
+            self.assignment.partial_model_parts,
         )
         self.workers[name] = WorkerRecord(
             name, node, rank, together, rank_generation=generation, size=self.size, partial_model_parts=helpers

@@ -55,22 +55,22 @@ def serve_events(directory: str | Path, flags: MonitorFlags) -> subprocess.Popen
     Raises:
         OSError: no process can be started.
     """
-    words = [str(Path(directory, EVENTS_FILE)), *_words_of(flags, {})]
+    arguments = [str(Path(directory, EVENTS_FILE)), *_flag_arguments(flags, {})]
     return subprocess.Popen(
-        child_processes.module_command("moc.monitor.server", *words, parent=os.getpid()),
+        child_processes.module_command("moc.monitor.server", *arguments, parent=os.getpid()),
         env=os.environ | {child_processes.PARENT: str(os.getpid())},
         stdout=child_processes.STDERR,
     )
 
 
-def _words_of(flags: MonitorFlags, more: dict[str, object]) -> list[str]:
+def _flag_arguments(flags: MonitorFlags, extra: dict[str, object]) -> list[str]:
     values = {
         "--address": flags.address,
         "--metrics-port": flags.metrics_port,
         "--dashboard-port": flags.dashboard_port,
         "--on-event": flags.on_event,
-    } | more
-    return [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    } | extra
+    return [argument for name, value in values.items() if value is not None for argument in (name, str(value))]
 
 
 class MonitorProcess:
@@ -96,7 +96,7 @@ class MonitorProcess:
         return None
 
     async def __aenter__(self) -> MonitorProcess:
-        if self._flags.is_wanted:
+        if self._flags.is_enabled:
             try:
                 self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
             except OSError as error:
@@ -136,7 +136,7 @@ class MonitorProcess:
         """Runs the process, again when it dies, until it ends with the pipe."""
         pause_s, since = 1.0, time.time()
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 job_secrets = protocol.TOKEN_VARIABLE, protocol.TOKEN_FILE_VARIABLE  # which the hook must not have
                 variables = {name: value for name, value in os.environ.items() if name not in job_secrets}
@@ -160,20 +160,20 @@ class MonitorProcess:
                     code="monitor-lost",
                 ),
             )
-            pause_s = 1.0 if time.monotonic() - begun > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * pause_s)
+            pause_s = 1.0 if time.monotonic() - start > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
             since = time.time()
 
     def _arguments(self, since: float) -> list[str]:
-        words = _words_of(self._flags, {"--directory": self._directory, "--since": since})
-        return [*words, *(["--prints-token"] if self._new_token else [])]
+        arguments = _flag_arguments(self._flags, {"--directory": self._directory, "--since": since})
+        return [*arguments, *(["--prints-token"] if self._new_token else [])]
 
     async def _feed_until_ended(self, process: asyncio.subprocess.Process) -> int:
         self._sent = None
-        ended = asyncio.create_task(process.wait())
-        while not (await asyncio.wait([ended], timeout=_INTERVAL_S))[0]:
+        exit_task = asyncio.create_task(process.wait())
+        while not (await asyncio.wait([exit_task], timeout=_INTERVAL_S))[0]:
             self._feed()
-        return ended.result()
+        return exit_task.result()
 
     def _feed(self) -> None:
         """Sends the state of the node; without the controller's state, if the process has it already."""

@@ -194,7 +194,10 @@ class WorkerRecord:
 
     def to_message(self) -> dict:
         """Returns the description that an agent sends to its controller."""
-        return {_WIRE_NAMES.get(each.name, each.name): getattr(self, each.name) for each in fields(WorkerRecord)}
+        return {
+            _WIRE_NAMES.get(record_field.name, record_field.name): getattr(self, record_field.name)
+            for record_field in fields(WorkerRecord)
+        }
 
     @classmethod
     def from_message(cls, values: dict[str, Any]) -> WorkerRecord:

@@ -70,7 +70,7 @@ DEFERRAL = FailureDeferral()
 def _tensors_in(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for one in value for tensor in _tensors_in(one)] if isinstance(value, list | tuple) else []
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
 
 
 class DeferredFailure(dist.Work):
@@ -162,7 +162,7 @@ class Group(dist.ProcessGroup):
         self.connection: GroupConnection | None = None
         self._name, self.ranks, self._rank = name, ranks, ranks.index(rank)
         self.has_vacant_positions = min(ranks) < 0
-        self._is_only_member = self.has_vacant_positions and sum(other >= 0 for other in ranks) == 1
+        self._is_only_member = self.has_vacant_positions and sum(member >= 0 for member in ranks) == 1
 
     @property
     def group_name(self) -> str:
@@ -207,7 +207,7 @@ class Group(dist.ProcessGroup):
             raise Aborted(aborted_message(self, connection.generation))
         assert connection.inner is not None  # dropped only after the generation is over
         if connection.connect_later is not None:
-            self._connect_now(connection, connection.connect_later)
+            self._connect_deferred(connection, connection.connect_later)
         return connection.inner
 
     def _route(self, name: str, args: tuple) -> tuple[dist.ProcessGroup, tuple]:
@@ -220,7 +220,7 @@ class Group(dist.ProcessGroup):
         assert pair is not None  # dropped only with its generation
         return pair, (args[0], int(args[1] > self._rank), *args[2:])
 
-    def _connect_now(self, connection: GroupConnection, connect: Callable[[], None]) -> None:
+    def _connect_deferred(self, connection: GroupConnection, connect: Callable[[], None]) -> None:
         try:
             with PROGRESS.waiting():
                 connection.generation.deputy.run(connect)
@@ -355,7 +355,7 @@ def _make_operation(name: str):
         generation = connection.generation
         try:
             with PROGRESS.waiting(self.backend == "nccl"):
-                answer = operation(*args, **kwargs)
+                result = operation(*args, **kwargs)
             if name in _BATCHES:  # Groups.begin() ends an interrupted batch
                 connection.batch_device = args[0] if name == "_start_coalescing" else None
         except RuntimeError as error:
@@ -364,21 +364,21 @@ def _make_operation(name: str):
             raise PeerFailure(str(error)) from error
         finally:
             del operation, inner  # a kept traceback must not keep the connection alive
-        if not isinstance(answer, dist.Work):
-            return answer
+        if not isinstance(result, dist.Work):
+            return result
         outputs = args[0] if DEFERRAL.is_active and args and name not in _WITHOUT_OUTPUTS else None
-        return OperationHandle(answer, self, generation, deaf, outputs)
+        return OperationHandle(result, self, generation, deaf, outputs)
 
     operate.__name__, operate.__doc__ = name, f"Same as ``dist.ProcessGroup.{name}``."
     return operate
 
 
 def _make_query(name: str):
-    def ask(self, *args, **kwargs):
+    def query(self, *args, **kwargs):
         return getattr(self._work, name)(*args, **kwargs)
 
-    ask.__name__, ask.__doc__ = name, f"Same as ``dist.Work.{name}``."
-    return ask
+    query.__name__, query.__doc__ = name, f"Same as ``dist.Work.{name}``."
+    return query
 
 
 _NO_EFFECT_ALONE = ("allreduce", "broadcast")

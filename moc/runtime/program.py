@@ -173,7 +173,7 @@ def find_program(name: str, is_module: bool) -> str | None:
         os.environ.pop(MODULE_VARIABLE, None)
     if Path(name).is_file():
         return name
-    modules = [one.module for one in entry_points(group="console_scripts") if one.name == name]
+    modules = [entry_point.module for entry_point in entry_points(group="console_scripts") if entry_point.name == name]
     for module in [name] if is_module else modules:
         if (origin := _module_file(module)) is not None:
             os.environ[MODULE_VARIABLE] = module
@@ -222,9 +222,13 @@ def check_arguments(flags: LauncherFlags) -> Path | None:
         TakenError: another job is using the directory of the job's snapshots.
         ProgramError: the program is no Python program.
     """
-    found = _call_check(flags)
-    found = found if isinstance(found, RunDirectories) else RunDirectories(found if isinstance(found, str) else None)
-    directory, logs = found.snapshots, found.logs or _value_of("--log-dir", flags.command[1:])
+    directories = _call_check(flags)
+    directories = (
+        directories
+        if isinstance(directories, RunDirectories)
+        else RunDirectories(directories if isinstance(directories, str) else None)
+    )
+    directory, logs = directories.snapshots, directories.logs or _value_of("--log-dir", flags.command[1:])
     # other nodes of the same job may already train, and own the directory
     if isinstance(directory, str) and "://" not in directory and not flags.has_other_nodes:
         with contextlib.suppress(OSError):  # the workers report it
@@ -285,7 +289,12 @@ def offers_function(source: str, name: str) -> bool:
     """Returns whether a script with a guard defines or imports a function at its top level."""
     body = ast.parse(source).body
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    imported = {one.asname or one.name for node in body if isinstance(node, ast.ImportFrom) for one in node.names}
+    imported = {
+        imported_name.asname or imported_name.name
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for imported_name in node.names
+    }
     return name in defined | imported and is_guarded(source)
 
 

@@ -109,7 +109,7 @@ class Progress:
         Args:
             on_stream: the block enqueues an operation that makes the device's stream wait.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         self._is_waiting = True
         try:
             with (
@@ -119,7 +119,7 @@ class Progress:
         finally:
             self._is_waiting = False
             with self._lock:
-                self._waited_s += time.monotonic() - begun
+                self._waited_s += time.monotonic() - start
 
     def report(self) -> dict:
         """Returns the state of the thread.
@@ -158,24 +158,24 @@ def parse_hang_caps(text: str) -> dict[str, float]:
         ValueError: a section is unknown, or a value is not a positive number of seconds.
     """
     caps = dict(HANG_CAPS)
-    for part in filter(None, text.split(",")):
-        section, _, seconds = part.partition("=")
+    for entry in filter(None, text.split(",")):
+        section, _, seconds = entry.partition("=")
         if section not in HANG_CAPS:
-            known = f"{', '.join(HANG_CAPS)}, as in step=600,save=1800"
+            sections = f"{', '.join(HANG_CAPS)}, as in step=600,save=1800"
             raise HangCapError(
-                f"there is no section {section!r}. Fix: name some of {known}",
+                f"there is no section {section!r}. Fix: name some of {sections}",
                 code="hang-timeout-malformed",
             )
         try:
             caps[section] = float(seconds)
         except ValueError:
             raise HangCapError(
-                f"{part!r} has no number of seconds. Fix: write {section}=600",
+                f"{entry!r} has no number of seconds. Fix: write {section}=600",
                 code="hang-timeout-malformed",
             ) from None
         if not caps[section] > 0:
             raise HangCapError(
-                f"{part!r} leaves no time. Fix: give a positive number of seconds",
+                f"{entry!r} leaves no time. Fix: give a positive number of seconds",
                 code="hang-timeout-malformed",
             )
     return caps
@@ -233,8 +233,8 @@ class Lease:
         return self._end.value
 
     @end.setter
-    def end(self, at: float) -> None:
-        self._end.value = at
+    def end(self, expiry: float) -> None:
+        self._end.value = expiry
 
     @property
     def remaining_s(self) -> float:
@@ -244,9 +244,9 @@ class Lease:
     def kill_if_expired(self) -> None:
         """Kills this process if the lease has expired, since another worker may have its rank."""
         if self.remaining_s <= 0:
-            who = f"worker {os.environ.get('RANK')}"
-            why = "has lost the controller for too long, and ends itself: another worker may have its rank"
-            print_lines(f"mocrun: {who} {why}", error=True, flush=True)
+            worker = f"worker {os.environ.get('RANK')}"
+            reason = "has lost the controller for too long, and ends itself: another worker may have its rank"
+            print_lines(f"mocrun: {worker} {reason}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed
 
     def watch(self) -> NoReturn:
@@ -272,6 +272,6 @@ class RunningClock:
 
     def tick(self) -> None:
         """Advances the clock by the time since the last call, without pauses; call it often."""
-        now = time.monotonic()
-        self.now += min(now - self._ticked_at, self._max_step_s)
-        self._ticked_at = now
+        current = time.monotonic()
+        self.now += min(current - self._ticked_at, self._max_step_s)
+        self._ticked_at = current

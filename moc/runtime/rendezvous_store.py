@@ -38,19 +38,19 @@ class RendezvousStore:
         if not isinstance(generation, int):
             raise WireError(f"it meets in generation {generation!r}, which is no number")
         if generation > self._generation:
-            self._begin(generation)
+            self._start_generation(generation)
         sent_keys: set[str] = set()
         while generation == self._generation:
             message = await connection.recv()
-            if generation == self._generation and (answer := await self._answer(message, sent_keys)) is not None:
-                await connection.send(answer)
+            if generation == self._generation and (reply := await self._answer(message, sent_keys)) is not None:
+                await connection.send(reply)
 
-    def _begin(self, generation: int) -> None:
-        futures = [one for those in self._waiting.values() for one in those]
+    def _start_generation(self, generation: int) -> None:
+        futures = [future for waiting in self._waiting.values() for future in waiting]
         self._generation, self._values, self._waiting = generation, {}, {}
         self._keys_by_prefix.clear()
-        for one in futures:
-            one.cancel()
+        for future in futures:
+            future.cancel()
 
     async def _answer(self, message: Message, sent_keys: set[str]) -> Message | None:
         header, kind = message.header, message.kind
@@ -93,9 +93,9 @@ class RendezvousStore:
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
         self._keys_by_prefix[key.rpartition("/")[0]].add(key)
-        for one in self._waiting.pop(key, ()):
-            if not one.done():
-                one.set_result(None)
+        for future in self._waiting.pop(key, ()):
+            if not future.done():
+                future.set_result(None)
 
     async def _wait_until_set(self, keys: list[str]) -> None:
         for key in keys:

@@ -95,26 +95,26 @@ class ReplicaServer:
 
     async def _execute(self, node: str, request: CopyRequest, connection: async_connections.AsyncConnection) -> None:
         async with self._locks[node]:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             try:
                 pulled = await self._copy(node, request)
-                answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
+                reply = {"kind": "pulled", "seconds": time.perf_counter() - start, **pulled._asdict()}
             except (AbsentError, CheckpointError, DamagedTensorError, WireError, ValueError, OSError) as error:
-                no_room = (
+                lacks_memory = (
                     isinstance(error, InsufficientMemoryError)
                     or isinstance(error, OSError)
                     and error.errno in OUT_OF_SPACE_ERRNOS
                 )
-                answer = {"kind": "failed", "why": with_code(error), "no_room": no_room}
+                reply = {"kind": "failed", "why": with_code(error), "no_room": lacks_memory}
         with contextlib.suppress(WireError):
-            connection.post(Message(answer))
+            connection.post(Message(reply))
 
     async def _copy(self, node: str, request: CopyRequest) -> CopyResult:
-        root, own = self._roots[node], None if node == request.of else self._roots[node]
+        root, local = self._roots[node], None if node == request.of else self._roots[node]
         warn_at = time.monotonic() + _WARN_AFTER_S
         while True:
             try:
-                return await copy_snapshot(request, self._token, snapshots_directory(root, node, request.of), own)
+                return await copy_snapshot(request, self._token, snapshots_directory(root, node, request.of), local)
             except (AbsentError, WireError) as error:  # the holder may still commit, or be restarted
                 if not request.patient:
                     raise
@@ -129,8 +129,8 @@ class ReplicaServer:
         except (KeyError, TypeError):
             return Message({"kind": "absent"})
         try:
-            where = (request[name] for name in ("node", "of", "iteration", "file"))
-            return _read_range(snapshot_file(root, *where), request["start"], min(request["bytes"], REQUEST_BYTES))
+            location = (request[name] for name in ("node", "of", "iteration", "file"))
+            return _read_range(snapshot_file(root, *location), request["start"], min(request["bytes"], REQUEST_BYTES))
         except FileNotFoundError:
             return Message({"kind": "absent"})
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
@@ -215,10 +215,10 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)
-    own = parser.parse_args()
+    flags = parser.parse_args()
     log_to_stderr()
     try:
-        asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
+        asyncio.run(_serve(flags.listen, flags.orders, token_from_environment()))
     except FileNotFoundError:  # the launcher has exited meanwhile, and removed its socket directory
         sys.exit(FAILED)
 
@@ -263,10 +263,10 @@ class ReplicaClient:
             PeerGoneError: the replica server has disconnected, or this client was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(request)}))
-        answer = self._connection.recv().header
-        if answer["kind"] == "failed":
-            raise (InsufficientMemoryError if answer["no_room"] else CheckpointError)(answer["why"])
-        return CopyResult(*(answer[name] for name in CopyResult._fields)), answer["seconds"]
+        reply = self._connection.recv().header
+        if reply["kind"] == "failed":
+            raise (InsufficientMemoryError if reply["no_room"] else CheckpointError)(reply["why"])
+        return CopyResult(*(reply[name] for name in CopyResult._fields)), reply["seconds"]
 
     def close(self) -> None:
         """Closes the connection; any thread may call it."""

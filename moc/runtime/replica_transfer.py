@@ -95,7 +95,7 @@ class IdenticalChunks:
         Raises:
             ValueError: the header is malformed.
         """
-        chunks = sorted(read_boxes("", size, lambda start, stop: header[start:stop]), key=lambda box: box.start)
+        chunks = sorted(read_boxes("", size, lambda start, stop: header[start:stop]), key=lambda chunk: chunk.start)
         missing: list[MissingRange] = []
         for chunk, source in _with_source_offsets(chunks, spans):
             if await self._copy_chunk(chunk, descriptor):
@@ -141,9 +141,9 @@ def find_identical_chunks(store: Store, remote_manifest: Manifest) -> IdenticalC
     chunks = IdenticalChunks()
     for name, entry in manifest.files.items():
         path = store.storage.display_path(f"{checkpoint_name(manifest.iteration)}/{name}")
-        for box in _read_chunks(Path(path), entry.header_bytes, entry.header_xxh3_128):
-            if operator_of(box.name) in operators:
-                chunks.chunks[box.name, box.slot, box.region] = _LocalChunk(path, box)
+        for chunk in _read_chunks(Path(path), entry.header_bytes, entry.header_xxh3_128):
+            if operator_of(chunk.name) in operators:
+                chunks.chunks[chunk.name, chunk.slot, chunk.region] = _LocalChunk(path, chunk)
     return chunks
 
 
@@ -344,14 +344,14 @@ def _select_chunks(
     entry: FileEntry,
     header: bytes,
     details: Mapping[str, Detail],
-    taken: Container[str],
+    used_names: Container[str],
 ) -> _FileCopy | None:
-    def is_wanted(box: StoredBox) -> bool:
-        detail = details.get(operator_of(box.name))
-        return detail is not None and detail.holds(box.slot)
+    def is_selected(chunk: StoredBox) -> bool:
+        detail = details.get(operator_of(chunk.name))
+        return detail is not None and detail.holds(chunk.slot)
 
     try:
-        extracted = extract_sub_file(file, entry, header, is_wanted)
+        extracted = extract_sub_file(file, entry, header, is_selected)
     except ValueError as error:
         raise _damaged(remote, file, str(error)) from None
     if extracted is None:
@@ -360,7 +360,7 @@ def _select_chunks(
         [file] if extracted.entry == entry else [], (sub_file_name(file, n) for n in itertools.count())
     )
     return _FileCopy(
-        next(name for name in names if name not in taken), extracted.entry, extracted.header, extracted.spans
+        next(name for name in names if name not in used_names), extracted.entry, extracted.header, extracted.spans
     )
 
 
@@ -373,7 +373,7 @@ async def _copy_file(remote: _RemoteSnapshot, file: str, file_copy: _FileCopy, d
     try:
         os.pwrite(descriptor, file_copy.header, 0)
         missing = await _copy_identical(remote, file, file_copy, descriptor)
-        offsets = (place + i for start, stop, place in missing for i in range(0, stop - start, REQUEST_BYTES))
+        offsets = (target + i for start, stop, target in missing for i in range(0, stop - start, REQUEST_BYTES))
         async for data in remote.read(file, [(start, stop) for start, stop, _ in missing]):
             os.pwrite(descriptor, data, next(offsets))
         if compute_digest(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
@@ -397,7 +397,7 @@ async def _copy_identical(
             raise _damaged(remote, file, str(error)) from None
     sizes = (stop - start for start, stop in file_copy.spans)
     offsets = itertools.accumulate(sizes, initial=len(file_copy.header))
-    return [MissingRange(*span, place) for span, place in zip(file_copy.spans, offsets, strict=False)]
+    return [MissingRange(*span, target) for span, target in zip(file_copy.spans, offsets, strict=False)]
 
 
 def _allocate_buffer(destination: Path, file: str, entry: FileEntry, request: CopyRequest) -> Path:
@@ -412,8 +412,8 @@ def _allocate_buffer(destination: Path, file: str, entry: FileEntry, request: Co
         ) from None
 
 
-def _damaged(remote: _RemoteSnapshot, file: str, why: str) -> DamagedTensorError:
-    return DamagedTensorError(f"{remote.name(file)} is damaged: {why}. Fix: test the memory of that node")
+def _damaged(remote: _RemoteSnapshot, file: str, problem: str) -> DamagedTensorError:
+    return DamagedTensorError(f"{remote.name(file)} is damaged: {problem}. Fix: test the memory of that node")
 
 
 class _RemoteSnapshot:
@@ -421,7 +421,7 @@ class _RemoteSnapshot:
 
     def __init__(self, request: CopyRequest, connection: async_connections.AsyncConnection):
         self.request, self._connection, self.identical = request, connection, IdenticalChunks()
-        self._begun, self._bytes = time.monotonic(), 0
+        self._start, self._bytes = time.monotonic(), 0
 
     async def __aenter__(self) -> _RemoteSnapshot:
         return self
@@ -438,8 +438,8 @@ class _RemoteSnapshot:
 
     def name(self, file: str) -> str:
         """Returns the name of a file, for messages."""
-        wanted = self.request
-        return f"{file} of iteration {wanted.iteration} of node {wanted.of}, in the memory of node {wanted.held_by},"
+        request = self.request
+        return f"{file} of iteration {request.iteration} of node {request.of}, in the memory of node {request.held_by},"
 
     async def manifest(self, name: str) -> tuple[bytes, Manifest]:
         """Returns the manifest and its bytes.
@@ -463,10 +463,10 @@ class _RemoteSnapshot:
     async def _read_file(self, file: str) -> bytes:
         """Reads a file whose size is unknown; of one version if it has at most :data:`REQUEST_BYTES`."""
         await self._send_request(file, 0, REQUEST_BYTES)
-        first = await self._receive_data()
-        start = len(first.body)
+        reply = await self._receive_data()
+        start = len(reply.body)
         return b"".join(
-            [bytes(first.body), *[bytes(data) async for data in self.read(file, [(start, first.header["size"])])]]
+            [bytes(reply.body), *[bytes(data) async for data in self.read(file, [(start, reply.header["size"])])]]
         )
 
     async def header(self, file: str, entry: FileEntry) -> bytes:
@@ -480,8 +480,8 @@ class _RemoteSnapshot:
         """Reads ranges of a file, in pieces; up to two chunks are requested at a time."""
         waiting = collections.deque(
             (start, min(REQUEST_BYTES, stop - start))
-            for begin, stop in spans
-            for start in range(begin, stop, REQUEST_BYTES)
+            for span_start, stop in spans
+            for start in range(span_start, stop, REQUEST_BYTES)
         )
         pending: collections.deque[tuple[int, int]] = collections.deque()
         ahead = 0
@@ -499,22 +499,24 @@ class _RemoteSnapshot:
             yield data
 
     async def _send_request(self, file: str, start: int, nbytes: int) -> None:
-        wanted = self.request
-        where = {"node": wanted.held_by, "of": wanted.of, "iteration": wanted.iteration, "file": file}
-        await self._connection.send(Message({"kind": "read", "start": start, "bytes": nbytes, **where}))
+        request = self.request
+        location = {"node": request.held_by, "of": request.of, "iteration": request.iteration, "file": file}
+        await self._connection.send(Message({"kind": "read", "start": start, "bytes": nbytes, **location}))
 
     async def _receive_data(self) -> Message:
         try:
-            answer = await self._connection.recv(silence_s=SILENCE_TIMEOUT_S)
+            reply = await self._connection.recv(silence_s=SILENCE_TIMEOUT_S)
         except TimeoutError:
             raise PeerGoneError(f"node {self.request.held_by} has sent nothing for {SILENCE_TIMEOUT_S:g} s") from None
-        if answer.kind == "data":
-            return answer
-        about = f"the snapshot of iteration {self.request.iteration} of node {self.request.of}"
-        if answer.kind == "absent":
-            raise AbsentError(f"node {self.request.held_by} does not have {about}. Fix: read the output of that node")
+        if reply.kind == "data":
+            return reply
+        snapshot = f"the snapshot of iteration {self.request.iteration} of node {self.request.of}"
+        if reply.kind == "absent":
+            raise AbsentError(
+                f"node {self.request.held_by} does not have {snapshot}. Fix: read the output of that node"
+            )
         raise CheckpointError(
-            f"node {self.request.held_by} does not give {about}: {answer.header.get('why')}. Fix: read the "
+            f"node {self.request.held_by} does not give {snapshot}: {reply.header.get('why')}. Fix: read the "
             "output of that node",
             code="copy-refused",
         )
@@ -522,6 +524,6 @@ class _RemoteSnapshot:
     async def _limit_rate(self, nbytes: int) -> None:
         self._bytes += nbytes
         if self.request.rate is not None:
-            ahead = self._begun + self._bytes / self.request.rate - time.monotonic()
+            ahead = self._start + self._bytes / self.request.rate - time.monotonic()
             if ahead > 0:
                 await asyncio.sleep(ahead)

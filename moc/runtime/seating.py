@@ -5,8 +5,8 @@ nodes are spares, which replace lost nodes.  A job may run on fewer nodes than i
 blocks that train in this generation.
 
 A copy of the model is cut into *parts* of one node each, such as pipeline stages.  A job trains with the complete
-copies that its nodes form.  *Seats* (rank assignments) are numbered copy by copy: seat i has part i % parts.  The last
-seats belong to *helpers* (partial-model nodes): surplus nodes of a part, with its state.
+copies that its nodes form.  Members are in rank order, copy by copy: the member at position i has part i % parts.  The
+last members are *partial-model nodes*: surplus nodes of a part, with its state.
 
 New nodes initialize their workers in the background.  When they are ready, the next generation includes them.  A
 partial-model node moves to another part of the model in the same way.
@@ -49,7 +49,7 @@ class LiveWorkers:
     def remove_node(self, node: int) -> None:
         """Drops all workers of a node."""
         self.workers = {name: worker for name, worker in self.workers.items() if worker.node != node}
-        self.joining = {name: guest for name, guest in self.joining.items() if guest.node != node}
+        self.joining = {name: worker for name, worker in self.joining.items() if worker.node != node}
 
 
 @dataclass
@@ -87,7 +87,7 @@ class RankBlocks:
 
     def block_of(self, node: int) -> int | None:
         """Returns the rank block of a node, or its last one if the node is lost; None if it has none."""
-        return next((place for place, other in self.node_of_block.items() if other == node), None)
+        return next((block for block, owner in self.node_of_block.items() if owner == node), None)
 
     def add_node(self, node: int, previous_block: int | None) -> int | None:
         """Adds a node and assigns its previous rank block, the block of its number, or the block of a lost node.
@@ -104,9 +104,9 @@ class RankBlocks:
         if block is None:
             own_block = node if node < self.count else None
             free_blocks = (
-                p
-                for p in (previous_block, own_block)
-                if p is not None and (p in self.vacant or p not in self.node_of_block)
+                candidate
+                for candidate in (previous_block, own_block)
+                if candidate is not None and (candidate in self.vacant or candidate not in self.node_of_block)
             )
             block = next(free_blocks, min(self.vacant, default=None))  # at first, rank block i waits for node i
         if block is not None:
@@ -152,24 +152,24 @@ class RankBlocks:
     @property
     def is_complete(self) -> bool:
         """Whether there are members and each has a connected node."""
-        return bool(self.members) and all(self.node_in(place) is not None for place in self.members)
+        return bool(self.members) and all(self.node_in(block) is not None for block in self.members)
 
     @property
     def filled_blocks(self) -> tuple[int, ...]:
         """Rank blocks with a connected node, ascending."""
-        return tuple(place for place in range(self.count) if self.node_in(place) is not None)
+        return tuple(block for block in range(self.count) if self.node_in(block) is not None)
 
     @property
     def is_known(self) -> bool:
         """Whether each member's node is connected or lost; after a takeover the state of others is still unknown."""
-        return all(place in self.vacant or self.node_in(place) is not None for place in self.members)
+        return all(block in self.vacant or self.node_in(block) is not None for block in self.members)
 
     def missing_nodes(self) -> list[int]:
         """Returns the nodes to wait for: lost nodes that left a vacant rank block, and nodes that never joined."""
         if self.is_complete or (self.is_elastic and len(self.filled_blocks) >= self.min_members):
             return []
-        blocks = (place for place in range(self.count) if place in self.vacant or place not in self.node_of_block)
-        return [self.node_of_block.get(place, place) for place in blocks]
+        blocks = (block for block in range(self.count) if block in self.vacant or block not in self.node_of_block)
+        return [self.node_of_block.get(block, block) for block in blocks]
 
     def _fill(self, block: int, node: int) -> None:
         self.node_of_block[block] = node
@@ -191,17 +191,17 @@ class NodeCandidate:
     has_state: bool = False
 
 
-def model_part_of(seat: int, seats: int, nodes_per_model: int, partial_model_parts: Sequence[int]) -> int:
-    """Returns the part of the model of a seat.
+def model_part_of(position: int, members: int, nodes_per_model: int, partial_model_parts: Sequence[int]) -> int:
+    """Returns the part of the model of the member at a position in rank order.
 
     Args:
-        seat: number of the seat.
-        seats: number of seats, with helpers.
-        nodes_per_model: nodes of a copy.
-        partial_model_parts: parts of the last seats.
+        position: position of the member.
+        members: number of members, including partial-model nodes.
+        nodes_per_model: nodes of a model copy.
+        partial_model_parts: parts of the last members, the partial-model nodes.
     """
-    index = seat - (seats - len(partial_model_parts))
-    return partial_model_parts[index] if partial_model_parts and index >= 0 else seat % nodes_per_model
+    index = position - (members - len(partial_model_parts))
+    return partial_model_parts[index] if partial_model_parts and index >= 0 else position % nodes_per_model
 
 
 def ready_copies(candidates: Iterable[NodeCandidate], nodes_per_model: int) -> int:
@@ -210,10 +210,10 @@ def ready_copies(candidates: Iterable[NodeCandidate], nodes_per_model: int) -> i
     return min(model_parts.count(part) for part in range(nodes_per_model))
 
 
-def assign_seats(candidates: Iterable[NodeCandidate], nodes_per_model: int, copies: int) -> tuple[int, ...]:
-    """Assigns seats: each node keeps its part, unless the part has more nodes than there are copies.
+def assign_nodes(candidates: Iterable[NodeCandidate], nodes_per_model: int, copies: int) -> tuple[int, ...]:
+    """Assigns nodes to positions: each keeps its part of the model, unless the part has more nodes than copies.
 
-    Among surplus nodes of a part, those with its state have priority.  Remaining seats go to nodes without workers,
+    Among surplus nodes of a part, those with its state have priority.  Remaining positions go to nodes without workers,
     then to nodes initialized for another part.
 
     Args:
@@ -222,42 +222,50 @@ def assign_seats(candidates: Iterable[NodeCandidate], nodes_per_model: int, copi
         copies: number of copies.
 
     Returns:
-        The place in each seat.
+        The rank block at each position in rank order.
     """
-    ordered, by_part = sorted(candidates, key=lambda one: one.block), []
+    ordered, by_part = sorted(candidates, key=lambda candidate: candidate.block), []
     for part in range(nodes_per_model):
-        same_part = [one for one in ordered if one.model_part == part]
-        by_part.append(sorted(same_part, key=lambda one: not one.has_state)[:copies])
-    assigned = [one for of_part in by_part for one in of_part]
-    remaining = iter(sorted((one for one in ordered if one not in assigned), key=_preference))
+        same_part = [candidate for candidate in ordered if candidate.model_part == part]
+        by_part.append(sorted(same_part, key=lambda candidate: not candidate.has_state)[:copies])
+    assigned = [candidate for part_nodes in by_part for candidate in part_nodes]
+    remaining = iter(sorted((candidate for candidate in ordered if candidate not in assigned), key=_preference))
     for copy in range(copies):
-        for of_part in by_part:
-            of_part += [next(remaining)] if len(of_part) <= copy else []
-    in_order = [sorted(one.block for one in of_part) for of_part in by_part]
-    return tuple(of_part[copy] for copy in range(copies) for of_part in in_order)
+        for part_nodes in by_part:
+            part_nodes += [next(remaining)] if len(part_nodes) <= copy else []
+    blocks_by_part = [sorted(candidate.block for candidate in part_nodes) for part_nodes in by_part]
+    return tuple(part_nodes[copy] for copy in range(copies) for part_nodes in blocks_by_part)
 
 
 def partial_model_nodes(
-    candidates: Iterable[NodeCandidate], nodes_per_model: int, assigned: Sequence[int], later: Sequence[int]
+    candidates: Iterable[NodeCandidate], nodes_per_model: int, assigned: Sequence[int], future: Sequence[int]
 ) -> tuple[NodeCandidate, ...]:
-    """Returns the partial-model nodes: they have state of a part, no seat in a copy, and no other part later.
+    """Returns the partial-model nodes: they have state of a part, are in no copy, and keep their part in the future.
 
-    If two parts differ by two nodes or more, a node that changes its part forms another copy.  It does not help, and is
-    free for initialization with the other part.
+    If two parts differ by two nodes or more, a node that changes its part forms another copy.  It does not train as a
+    partial-model node, and is free for initialization with the other part.
 
     Args:
         candidates: nodes.
         nodes_per_model: nodes of a copy.
-        assigned: places in the current seats of copies.
-        later: places in these seats when workers are initialized for the maximum number of copies.
+        assigned: rank blocks in the current copies, in rank order.
+        future: the same when workers are initialized for the maximum number of copies.
 
     Returns:
-        Helpers, sorted by part and place.
+        These nodes, sorted by part and rank block.
     """
-    later_parts = {place: seat % nodes_per_model for seat, place in enumerate(later)}
-    free = (one for one in candidates if one.has_state and one.model_part is not None and one.block not in assigned)
-    unmoved = (one for one in free if later_parts.get(one.block, one.model_part) == one.model_part)
-    return tuple(sorted(unmoved, key=lambda one: (one.model_part, one.block)))
+    future_parts = {block: position % nodes_per_model for position, block in enumerate(future)}
+    free = (
+        candidate
+        for candidate in candidates
+        if candidate.has_state and candidate.model_part is not None and candidate.block not in assigned
+    )
+    unmoved = (
+        candidate
+        for candidate in free
+        if future_parts.get(candidate.block, candidate.model_part) == candidate.model_part
+    )
+    return tuple(sorted(unmoved, key=lambda candidate: (candidate.model_part, candidate.block)))
 
 
 def _preference(candidate: NodeCandidate) -> tuple[bool, bool, int]:
@@ -265,11 +273,11 @@ def _preference(candidate: NodeCandidate) -> tuple[bool, bool, int]:
 
 
 @dataclass
-class Seating:
-    """Rank assignment of nodes (*seats*), in rank order; the seats of complete model copies are first.
+class RankAssignment:
+    """Assignment of nodes to positions in rank order; the nodes of complete model copies are first.
 
     Attributes:
-        blocks: assignment of nodes to rank blocks; its members have the seats.
+        blocks: assignment of nodes to rank blocks; its members are in rank order.
         workers_per_node: workers per node.
         live: live workers.
         nodes_per_model: nodes per copy of the program's model.
@@ -292,67 +300,69 @@ class Seating:
     @property
     def ready_blocks(self) -> tuple[int, ...]:
         """Rank blocks of connected nodes that are members, or whose joining workers are all ready to train."""
-        ready = Counter(self.blocks.block_of(guest.node) for guest in self.live.joining.values() if guest.is_ready)
+        ready = Counter(self.blocks.block_of(worker.node) for worker in self.live.joining.values() if worker.is_ready)
         members = self.blocks.members
         return tuple(
-            place for place in self.blocks.filled_blocks if place in members or ready[place] == self.workers_per_node
+            block for block in self.blocks.filled_blocks if block in members or ready[block] == self.workers_per_node
         )
 
-    def best_seats(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Returns seats for the maximum number of copies that these places form and the program accepts, or none.
+    def largest_assignment(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Returns members that form as many copies as these blocks allow and the program accepts, or none.
 
         Nodes without workers, or with another part of the model, must initialize workers first.
         """
         candidates = self._candidates(blocks)
         return (
-            self._seats_of_copies(candidates, len(candidates) // self.nodes_per_model)
+            self._assignment_of_copies(candidates, len(candidates) // self.nodes_per_model)
             if len(candidates) >= self.blocks.min_members
             else ()
         )
 
-    def ready_seats(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Returns seats for the maximum number of copies that these places form without initialization, or none."""
+    def ready_assignment(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Returns members that form the maximum number of copies from these blocks without initialization, or none."""
         candidates = self._candidates(blocks)
-        return self._seats_of_copies(candidates, ready_copies(candidates, self.nodes_per_model))
+        return self._assignment_of_copies(candidates, ready_copies(candidates, self.nodes_per_model))
 
-    def _seats_of_copies(self, candidates: Sequence[NodeCandidate], copies: int) -> tuple[int, ...]:
+    def _assignment_of_copies(self, candidates: Sequence[NodeCandidate], copies: int) -> tuple[int, ...]:
         copy_counts = range(copies, max(1, self.blocks.min_members // self.nodes_per_model) - 1, -1)
         copies = next((number for number in copy_counts if number * self.nodes_per_model not in self.refused_sizes), 0)
-        return assign_seats(candidates, self.nodes_per_model, copies)
+        return assign_nodes(candidates, self.nodes_per_model, copies)
 
     def reassign(self, keeps_workers: bool) -> None:
-        """Assigns the seats to the connected nodes.
+        """Makes connected nodes the members.
 
         Args:
             keeps_workers: ready workers keep their part of the model.  The copies that they form train immediately, and
-                surplus nodes help.  Otherwise all workers are initialized again.
+                surplus nodes are partial-model nodes.  Otherwise all workers are initialized again.
         """
-        later = self.best_seats(self.blocks.filled_blocks)
-        copies = (self.ready_seats(self.ready_blocks) if keeps_workers else ()) or later
+        future = self.largest_assignment(self.blocks.filled_blocks)
+        copies = (self.ready_assignment(self.ready_blocks) if keeps_workers else ()) or future
         candidates = self._candidates(self.blocks.filled_blocks)
         partial = (
-            partial_model_nodes(candidates, self.nodes_per_model, copies, later)
+            partial_model_nodes(candidates, self.nodes_per_model, copies, future)
             if keeps_workers and self.nodes_per_model > 1
             else ()
         )
-        self.blocks.members = (*copies, *(one.block for one in partial))
-        self.partial_model_parts = tuple(one.model_part for one in partial if one.model_part is not None)
+        self.blocks.members = (*copies, *(candidate.block for candidate in partial))
+        self.partial_model_parts = tuple(
+            candidate.model_part for candidate in partial if candidate.model_part is not None
+        )
 
     def remove_partial_model_nodes(self) -> None:
         """Removes the partial-model nodes from the members."""
         self.blocks.members, self.partial_model_parts = self.blocks.members[: self.nodes_in_copies], ()
 
-    def moves_member(self, later: Sequence[int]) -> bool:
-        """Returns whether a member has another part of the model in these later seats."""
-        model_parts = {place: self._model_part_of_seat(seat) for seat, place in enumerate(self.blocks.members)}
+    def moves_member(self, future: Sequence[int]) -> bool:
+        """Returns whether a member has another part of the model among these future members."""
+        model_parts = {block: self._model_part_at(position) for position, block in enumerate(self.blocks.members)}
         return any(
-            model_parts.get(place, seat % self.nodes_per_model) != seat % self.nodes_per_model
-            for seat, place in enumerate(later)
+            model_parts.get(block, position % self.nodes_per_model) != position % self.nodes_per_model
+            for position, block in enumerate(future)
         )
 
     def _candidates(self, blocks: Iterable[int]) -> list[NodeCandidate]:
-        """Returns places as candidates for seats, with the model parts of their nodes' workers."""
-        return [self._candidate(place) for place in blocks]
+        """Returns rank blocks as candidates, with the model parts of their nodes' workers."""
+        return [self._candidate(block) for block in blocks]
 
     def _candidate(self, block: int) -> NodeCandidate:
         if block in self.blocks.members:
@@ -360,26 +370,26 @@ class Seating:
                 worker.is_ready for worker in self.live.workers.values() if self.blocks.block_of(worker.node) == block
             )
             return NodeCandidate(
-                block, self._model_part_of_seat(self.blocks.members.index(block)), ready == self.workers_per_node
+                block, self._model_part_at(self.blocks.members.index(block)), ready == self.workers_per_node
             )
         node = self.blocks.node_in(block)
-        joining = next((guest for guest in self.live.joining.values() if guest.node == node), None)
+        joining = next((worker for worker in self.live.joining.values() if worker.node == node), None)
         return NodeCandidate(block, joining and self.model_part(joining))
 
     def model_part(self, worker: WorkerRecord) -> int:
         """Returns a worker's part of the model, by its rank."""
-        seat, seats = worker.rank // self.workers_per_node, worker.size // self.workers_per_node
-        return model_part_of(seat, seats, self.nodes_per_model, worker.partial_model_parts)
+        position, members = worker.rank // self.workers_per_node, worker.size // self.workers_per_node
+        return model_part_of(position, members, self.nodes_per_model, worker.partial_model_parts)
 
     def keeps_model_part(self, worker: WorkerRecord) -> bool:
-        """Returns whether a worker's node has a seat with the worker's part of the model."""
+        """Returns whether a worker's node is a member with the worker's part of the model."""
         block = self.blocks.block_of(worker.node)
         if block is None or block not in self.blocks.members:
             return False
-        return self._model_part_of_seat(self.blocks.members.index(block)) == self.model_part(worker)
+        return self._model_part_at(self.blocks.members.index(block)) == self.model_part(worker)
 
-    def _model_part_of_seat(self, seat: int) -> int:
-        return model_part_of(seat, len(self.blocks.members), self.nodes_per_model, self.partial_model_parts)
+    def _model_part_at(self, position: int) -> int:
+        return model_part_of(position, len(self.blocks.members), self.nodes_per_model, self.partial_model_parts)
 
 
 @dataclass
@@ -387,29 +397,29 @@ class ScaleUp:
     """Progress of adding nodes.
 
     Attributes:
-        seating: current and possible assignments of nodes to ranks.
+        assignment: current and possible assignments of nodes to ranks.
         in_progress: whether joining workers were started, or a generation change was requested, since nodes arrived.
         candidates_waited: whether, at the last change of members, connected nodes could train once their workers are
             initialized.
         announced_generation: newest generation whose workers received a scale-up notice; -1 if none.
     """
 
-    seating: Seating
+    assignment: RankAssignment
     in_progress: bool = False
     candidates_waited: bool = False
     announced_generation: int = -1
 
     def __post_init__(self):
         self._blocks, self._live, self._workers_per_node = (
-            self.seating.blocks,
-            self.seating.live,
-            self.seating.workers_per_node,
+            self.assignment.blocks,
+            self.assignment.live,
+            self.assignment.workers_per_node,
         )
 
     @property
     def more_can_train(self) -> bool:
         """Whether the connected nodes, once initialized, form more model replicas than train now."""
-        return len(self.seating.best_seats(self._blocks.filled_blocks)) > self.seating.nodes_in_copies
+        return len(self.assignment.largest_assignment(self._blocks.filled_blocks)) > self.assignment.nodes_in_copies
 
     @property
     def all_arrived(self) -> bool:
@@ -420,12 +430,12 @@ class ScaleUp:
     def joining_workers_are_ready(self) -> bool:
         """Whether joining workers can be included: all are initialized, and more nodes can train with them."""
         joining = self._live.joining.values()
-        return bool(joining) and all(guest.is_ready for guest in joining) and bool(self.arrival_reason)
+        return bool(joining) and all(worker.is_ready for worker in joining) and bool(self.arrival_reason)
 
     @property
     def arrival_reason(self) -> GenerationReason | None:
         """Reason to include nodes whose workers can train immediately; None if there are no such nodes."""
-        if len(self.seating.ready_seats(self.seating.ready_blocks)) <= self.seating.nodes_in_copies:
+        if len(self.assignment.ready_assignment(self.assignment.ready_blocks)) <= self.assignment.nodes_in_copies:
             return None
         if self.candidates_waited:
             return GenerationReason(Cause.NODES_WAITED, "nodes have waited, and are ready")
@@ -434,7 +444,7 @@ class ScaleUp:
     @property
     def move_reason(self) -> GenerationReason | None:
         """Reason to move a partial-model node to another part of the model; None if no node moves."""
-        moves_member = self.seating.moves_member(self.seating.best_seats(self._blocks.filled_blocks))
+        moves_member = self.assignment.moves_member(self.assignment.largest_assignment(self._blocks.filled_blocks))
         return (
             GenerationReason(Cause.NODE_MOVES, "a partial-model node moves to another part of the model")
             if moves_member
@@ -446,12 +456,12 @@ class ScaleUp:
 
         Joining workers that initialized a different part of the model are killed first.
         """
-        wanted = self.seating.best_seats(self._blocks.filled_blocks)
-        orders = self._kill(self._initialized_for_another_part(wanted))
-        size = len(wanted) * self._workers_per_node
-        present = {(guest.node, guest.rank % self._workers_per_node) for guest in self._live.joining.values()}
+        blocks = self.assignment.largest_assignment(self._blocks.filled_blocks)
+        orders = self._kill(self._initialized_for_another_part(blocks))
+        size = len(blocks) * self._workers_per_node
+        present = {(worker.node, worker.rank % self._workers_per_node) for worker in self._live.joining.values()}
         for rank in range(size):
-            block = wanted[rank // self._workers_per_node]
+            block = blocks[rank // self._workers_per_node]
             node = self._blocks.node_in(block)
             if block in self._blocks.members or node is None or (node, rank % self._workers_per_node) in present:
                 continue
@@ -466,20 +476,21 @@ class ScaleUp:
         """Handles the exit of a joining worker: kills the joining workers of its node; training continues."""
         node = self._live.joining.pop(name).node
         if code == USAGE:
-            self.seating.refused_sizes.add(len(self.seating.best_seats(self._blocks.filled_blocks)))
-        return self._kill([other for other in self._live.joining.values() if other.node == node])
+            self.assignment.refused_sizes.add(len(self.assignment.largest_assignment(self._blocks.filled_blocks)))
+        return self._kill([worker for worker in self._live.joining.values() if worker.node == node])
 
-    def _initialized_for_another_part(self, wanted: tuple[int, ...]) -> list[WorkerRecord]:
-        """Returns joining workers whose model part differs from their node's in ``wanted`` (rank blocks by seat)."""
-        wanted_parts = {
-            self._blocks.node_in(place): seat % self.seating.nodes_per_model for seat, place in enumerate(wanted)
+    def _initialized_for_another_part(self, blocks: tuple[int, ...]) -> list[WorkerRecord]:
+        """Returns joining workers whose model part differs from their node's in ``blocks``, which are in rank order."""
+        parts_by_node = {
+            self._blocks.node_in(block): position % self.assignment.nodes_per_model
+            for position, block in enumerate(blocks)
         }
-        model_parts = {guest.name: self.seating.model_part(guest) for guest in self._live.joining.values()}
+        model_parts = {worker.name: self.assignment.model_part(worker) for worker in self._live.joining.values()}
         return [
-            one
-            for one in self._live.joining.values()
-            if wanted_parts.get(one.node, model_parts[one.name]) != model_parts[one.name]
+            joining
+            for joining in self._live.joining.values()
+            if parts_by_node.get(joining.node, model_parts[joining.name]) != model_parts[joining.name]
         ]
 
     def _kill(self, workers: Iterable[WorkerRecord]) -> list[Order]:
-        return [Kill(guest.node, self._live.joining.pop(guest.name).name) for guest in workers]
+        return [Kill(worker.node, self._live.joining.pop(worker.name).name) for worker in workers]

@@ -24,9 +24,9 @@ class Standstill:
 
     def after_loss(self, node: int, device: int, iteration: int | None) -> Standstill:
         """Returns the state after a loss; ``iteration`` is the newest one that the lost worker has reported, if any."""
-        known = self.iteration if iteration is None else max(self.iteration, iteration)
-        before = self.devices if known == self.iteration else ()
-        return Standstill(known, (*before, (node, device)))
+        newest = self.iteration if iteration is None else max(self.iteration, iteration)
+        before = self.devices if newest == self.iteration else ()
+        return Standstill(newest, (*before, (node, device)))
 
     def after_report(self, iteration: int | None) -> Standstill:
         """Returns the state after a survivor of the newest loss has reported its iteration."""
@@ -36,16 +36,16 @@ class Standstill:
 
     def to_message(self) -> dict[str, Any]:
         """Returns its fields in messages and in events."""
-        known = {"lost_after": self.iteration} if self.iteration >= 0 else {}
-        return known | {"lost_devices": list(self.devices)}
+        fields = {"lost_after": self.iteration} if self.iteration >= 0 else {}
+        return fields | {"lost_devices": list(self.devices)}
 
     @property
-    def moment(self) -> str:
+    def phase(self) -> str:
         """Describes when the workers were lost."""
         return f"after iteration {self.iteration}" if self.iteration >= 0 else "before training"
 
     @property
-    def where(self) -> str:
+    def shared_device(self) -> str:
         """Describes the node or device of all losses; empty if they differ."""
         nodes, devices = {node for node, _ in self.devices}, set(self.devices)
         if len(nodes) != 1:

@@ -45,7 +45,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 def handled_stop_signals() -> list[signal.Signals]:
     """Returns the signals of :data:`STOP_SIGNALS` that this process receives; with ``nohup`` it ignores SIGHUP."""
-    return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def stop_message(number: int, code: int, iteration: int | None) -> str:

@@ -130,28 +130,28 @@ class AutoPolicy:
     """Measurement of costs and choice of the policy; every worker calls every method."""
 
     def __init__(self, limits: AutoLimits, choices: Choices, log: Listener):
-        self._asked, self._choices, self._log = limits, choices, log
+        self._job_limits, self._choices, self._log = limits, choices, log
         self._forget()
         self._orderly = False
         self._ranks: list[int] = []
         self._harmless = Harmless(log.message, "the choice of a policy", "the policy in force stays")
         self._fails = False
 
-    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
+    def in_force(self, engine: Engine, tiers: Tiers, local: LocalRemains | None) -> Settings:
         """Restores measurements and choice from live workers or the newest snapshot; a collective call.
 
         Returns:
             The chosen settings; before the first choice, the settings for measuring.
         """
-        return self._choices.settings(self._chosen(tiers, mine, first=engine.world.rank == 0), engine)
+        return self._choices.settings(self._chosen(tiers, local, is_first=engine.world.rank == 0), engine)
 
-    def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Mapping[str, object]:
+    def _chosen(self, tiers: Tiers, local: LocalRemains | None, is_first: bool) -> Mapping[str, object]:
         self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)
-        told = gather((_live(mine), 0 if mine is None else mine.workers))
-        more = any(0 < workers < len(told) for _, workers in told)
-        known = [one for one, _ in told if one is not None]
-        known = known or [*filter(None, gather(_newest(tiers, first)))]
-        self._take_up(max(known, key=lambda one: one[0])[1] if known else None, more)
+        live_states = gather((_live(local), 0 if local is None else local.workers))
+        has_more_workers = any(0 < workers < len(live_states) for _, workers in live_states)
+        states = [entry for entry, _ in live_states if entry is not None]
+        states = states or [*filter(None, gather(_newest(tiers, is_first)))]
+        self._restore(max(states, key=lambda entry: entry[0])[1] if states else None, has_more_workers)
         if self._flags:
             with contextlib.suppress(ValueError):
                 self._choices.check(self._flags)
@@ -166,37 +166,37 @@ class AutoPolicy:
             SettingsError: every choice needs more memory for snapshots than ``--host-memory-gb``.
         """
         operators, stages = engine.operators, tuple(engine.stages)
-        ep = self._asked.parallel[2]
-        whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
+        ep = self._job_limits.parallel[2]
+        full_state = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
         def saved() -> SavedBytes:
             by_k = bytes_by_expert_count(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
             gradient = None
-            if self._asked.gradients:  # gradients are fp32, like master weights
+            if self._job_limits.gradients:  # gradients are fp32, like master weights
                 masters, states = (
-                    busiest({one.name: detail for one in operators if one.expert_id is not None})
+                    busiest({operator.name: detail for operator in operators if operator.expert_id is not None})
                     for detail in (Detail.MASTER, Detail.FULL)
                 )
                 gradient = masters / states
-            return SavedBytes(busiest(whole), by_k, by_stage, gradient)
+            return SavedBytes(busiest(full_state), by_k, by_stage, gradient)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
-        if (limit := self._asked.host_memory_gb) is not None:
-            least = host_bytes(self._tier, self._ranks[0], busiest(whole), min(self._replicas))
+        if (limit := self._job_limits.host_memory_gb) is not None:
+            least = host_bytes(self._tier, self._ranks[0], busiest(full_state), min(self._replicas))
             if least > 1e9 * limit:
                 raise SettingsError(
-                    f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._asked.tier}, snapshots take "
+                    f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._job_limits.tier}, snapshots take "
                     f"{rounded_up(least)} GB of a node's memory. Fix: allow that, or choose another tier or more nodes",
                     code="host-memory-too-small",
                 )
 
-    def observe(self, seen: ObservedIteration) -> None:
+    def observe(self, measured: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
         with self._harmless():
-            self._measured.observe(seen)
+            self._measured.observe(measured)
 
-    def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
+    def switches_policy(self, iteration: int, load: Load | None = None) -> bool:
         """Returns whether another policy is in force from this iteration on; reports the reason.
 
         It is called between two iterations.  ``load`` is as in :meth:`moc.policy.Policy.plan`.  After a failed
@@ -205,28 +205,28 @@ class AutoPolicy:
         if not self._fails:
             self._fails = True
             with self._harmless():
-                anew = self._chooses_anew(iteration, load)
+                switched = self._choose_again(iteration, load)
                 self._fails = False
-                return anew
+                return switched
         return False
 
-    def _chooses_anew(self, iteration: int, load: Load | None) -> bool:
+    def _choose_again(self, iteration: int, load: Load | None) -> bool:
         figures = self._measured.medians
-        wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
-        if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
+        names = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
+        if not figures.keys() >= set(names) or self._flags and iteration < self._chosen_at + HOLDS:
             return False
-        figures = {name: figures[name] for name in wanted} | {"mtbf_s": self._mtbf_s}
+        figures = {name: figures[name] for name in names} | {"mtbf_s": self._mtbf_s}
         cause = changed(self._basis, figures) if self._flags else "it has measured"
         if cause is None:
             return False
-        self._basis, self._looked = figures, iteration
+        self._basis, self._chosen_at = figures, iteration
         return self._choose(iteration, self._running(figures, load), cause)
 
-    def ends(self) -> None:
+    def mark_orderly_end(self) -> None:
         """Records that the run ends in good order once its state is saved: a resume from it counts as no failure."""
         self._orderly = True
 
-    def goes_on(self) -> None:
+    def cancel_end(self) -> None:
         """Records that the state could not be saved, so the run does not end."""
         self._orderly = False
 
@@ -236,31 +236,31 @@ class AutoPolicy:
             "measured": self._measured.state_dict(),
             "flags": dict(self._flags),
             "basis": dict(self._basis),
-            "looked": self._looked,
+            "looked": self._chosen_at,
             "machine": self._machine,
-            "limits": self._limits_given,
+            "limits": self._limit_values,
             "orderly": self._orderly,
         }
 
     @property
     def counts_tokens(self) -> bool:
         """Whether tokens are counted under every policy, so that the ledger continues across switches."""
-        return self._asked.has_experts
+        return self._job_limits.has_experts
 
     def _forget(self) -> None:
-        self._measured, self._flags, self._basis, self._looked = Measurements(), {}, {}, 0
+        self._measured, self._flags, self._basis, self._chosen_at = Measurements(), {}, {}, 0
 
-    def _take_up(self, state: Mapping[str, Any] | None, more: bool) -> None:
+    def _restore(self, state: Mapping[str, Any] | None, has_more_workers: bool) -> None:
         """Restores a state; if there are more workers than before, nodes have joined, which is no failure."""
         self._forget()
         if state is not None:
             stored = AutoState.read(state)
             self._measured = Measurements.from_state(stored.measured)
-            self._measured.faults += not (stored.orderly or more)
+            self._measured.faults += not (stored.orderly or has_more_workers)
             if stored.machine != self._machine:
                 self._measured = Measurements(self._measured.trained_s, self._measured.faults)
-            elif stored.limits == self._limits_given:
-                self._flags, self._basis, self._looked = stored.flags, stored.basis, stored.looked
+            elif stored.limits == self._limit_values:
+                self._flags, self._basis, self._chosen_at = stored.flags, stored.basis, stored.looked
         self._orderly = False
 
     @property
@@ -269,40 +269,51 @@ class AutoPolicy:
 
         In an elastic job, one choice applies to all numbers of nodes.
         """
-        return [*self._asked.parallel, *(self._ranks if self._asked.lasting is None else self._ranks[:1])]
+        return [*self._job_limits.parallel, *(self._ranks if self._job_limits.lasting is None else self._ranks[:1])]
 
     @property
-    def _limits_given(self) -> list:
+    def _limit_values(self) -> list:
         """Limits as a list; a choice made under other limits is void."""
-        asked = self._asked
-        limits = [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt)]
-        return [*limits, asked.mtbf_hours, asked.gradients, *((asked.only, asked.interval) if asked.only else ())]
+        job_limits = self._job_limits
+        limits = [
+            job_limits.tier,
+            job_limits.replicas,
+            job_limits.exact_only,
+            job_limits.host_memory_gb,
+            dict(job_limits.plt),
+        ]
+        return [
+            *limits,
+            job_limits.mtbf_hours,
+            job_limits.gradients,
+            *((job_limits.only, job_limits.interval) if job_limits.only else ()),
+        ]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
         """Permitted numbers of replica nodes."""
-        if self._asked.tier != "peers" or len(self._ranks) == 1:
+        if self._job_limits.tier != "peers" or len(self._ranks) == 1:
             return (0,)
-        if self._asked.replicas is not None:
-            return (self._asked.replicas,)
+        if self._job_limits.replicas is not None:
+            return (self._job_limits.replicas,)
         return tuple(range(1, min(DEFAULT_REPLICAS, len(self._ranks) - 1) + 1))
 
     @property
     def _tier(self) -> str:
-        tier = self._asked.tier
+        tier = self._job_limits.tier
         return "memory" if tier == "peers" and not max(self._replicas) else tier
 
     @property
     def _mtbf_s(self) -> float:
-        hours = self._asked.mtbf_hours
+        hours = self._job_limits.mtbf_hours
         return self._measured.mtbf_s if hours is None else 3600.0 * hours
 
     def _measuring(self) -> dict[str, object]:
         """Returns flags that measure bandwidths with little memory."""
-        kind = POLICIES[self._asked.only or full_policy_name()]
-        flags: dict[str, object] = {one.name: one.default for one in kind.flags.specs if one.chosen_by_auto}
+        kind = POLICIES[self._job_limits.only or full_policy_name()]
+        flags: dict[str, object] = {flag.name: flag.default for flag in kind.flags.specs if flag.chosen_by_auto}
         flags["ckpt_policy"] = kind.name
-        if self._asked.tier != "disk":
+        if self._job_limits.tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
 
@@ -311,19 +322,19 @@ class AutoPolicy:
         return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured, loads=load)
 
     def _limits(self, load: Load | None) -> PlanLimits:
-        asked, lasting = self._asked, self._asked.lasting
+        job_limits, lasting = self._job_limits, self._job_limits.lasting
         rarer = 1.0 if lasting is None else lasting.rarer(self._mtbf_s, load)
         return PlanLimits(
-            exact_only=asked.exact_only,
-            host_bytes=None if asked.host_memory_gb is None else 1e9 * asked.host_memory_gb,
-            plt_by_policy=asked.plt,
-            policies=tuple(name for name in NAMES if asked.only in (None, name) and self._may_be(name)),
+            exact_only=job_limits.exact_only,
+            host_bytes=None if job_limits.host_memory_gb is None else 1e9 * job_limits.host_memory_gb,
+            plt_by_policy=job_limits.plt,
+            policies=tuple(name for name in NAMES if job_limits.only in (None, name) and self._is_permitted(name)),
             replicas=self._replicas,
-            interval=asked.interval,
+            interval=job_limits.interval,
             rarer=rarer,
         )
 
-    def _may_be(self, policy: str) -> bool:
+    def _is_permitted(self, policy: str) -> bool:
         """Whether the model and the other flags permit a policy."""
         if POLICIES[policy].can_replay and not self._may_replay():
             return False
@@ -337,25 +348,25 @@ class AutoPolicy:
         """Chooses a policy, and returns whether it is a new one; a collective call, because it gathers sizes."""
         limits = self._limits(run.loads)
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
-        now = self._in_force(run, limits) if self._flags else None
-        stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
-        if not stays:
+        current = self._in_force(run, limits) if self._flags else None
+        keeps_current = current is not None and keeps_to(current, limits) and current.ettr >= plan.best.ettr - WORTH
+        if not keeps_current:
             self._flags = flags_of_candidate(plan.best)
-        self._tell(iteration, plan, now if stays else None, cause)
-        return not stays
+        self._report_choice(iteration, plan, current if keeps_current else None, cause)
+        return not keeps_current
 
     def _in_force(self, run: Running, limits: PlanLimits) -> Candidate:
         name = str(self._flags["ckpt_policy"])
         return priced(run, name, options_of(self._flags, limits.rarer * self._mtbf_s))
 
-    def _tell(self, iteration: int, plan: PolicyChoice, stays: Candidate | None, cause: str) -> None:
+    def _report_choice(self, iteration: int, plan: PolicyChoice, current: Candidate | None, cause: str) -> None:
         reason = plan.reason
-        if stays is not None:
-            reason = f"{stays.name} stays in force, with an ETTR of {stays.ettr:.3f}; the best: {reason}"
+        if current is not None:
+            reason = f"{current.name} stays in force, with an ETTR of {current.ettr:.3f}; the best: {reason}"
         self._log.message(f"--ckpt-policy auto chooses, since {cause}. {reason}")
-        others = {found.name: round(found.ettr, 4) for found in (plan.best, *plan.alternatives)}
+        ettr = {candidate.name: round(candidate.ettr, 4) for candidate in (plan.best, *plan.alternatives)}
         self._log.events.write(
-            "choice", iteration=iteration, **self._flags, cause=cause, mtbf_s=self._mtbf_s, ettr=others, reason=reason
+            "choice", iteration=iteration, **self._flags, cause=cause, mtbf_s=self._mtbf_s, ettr=ettr, reason=reason
         )
 
 
@@ -369,35 +380,39 @@ def bytes_by_expert_count(sizer: SnapshotSizer, operators: Sequence[Operator], e
 
     def details(k: int) -> dict[str, Detail]:
         chosen = {layer: sequential_experts(0, layers[layer], k, number, ep) for layer, number in experts.items()}
-        saved = (one for one in operators if one.expert_id is None or one.expert_id[1] in chosen[one.expert_id[0]])
+        saved = (
+            operator
+            for operator in operators
+            if operator.expert_id is None or operator.expert_id[1] in chosen[operator.expert_id[0]]
+        )
         return {operator.name: Detail.FULL for operator in saved}
 
     counts = candidate_expert_counts(min(experts.values())) if experts else []
     return {k: sizer(details(k)) for k in counts}
 
 
-def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
+def changed(before: Mapping[str, float], current: Mapping[str, float]) -> str | None:
     """Returns a clause with a figure that changed by a factor of :data:`DRIFT` or more; None if there is none."""
-    for name, figure in now.items():
-        then = before.get(name)
-        if then is None or max(then / figure, figure / then) >= DRIFT:
-            return f"{name} is {figure:.3g} now, and was {'not known' if then is None else f'{then:.3g}'}"
+    for name, figure in current.items():
+        earlier = before.get(name)
+        if earlier is None or max(earlier / figure, figure / earlier) >= DRIFT:
+            return f"{name} is {figure:.3g} now, and was {'not known' if earlier is None else f'{earlier:.3g}'}"
     return None
 
 
-def _live(mine: LocalRemains | None) -> tuple[int, Any] | None:
+def _live(local: LocalRemains | None) -> tuple[int, Any] | None:
     """Returns the iteration of this worker's state, and the ``auto`` state that belongs to it."""
-    if mine is None or mine.live is None:
+    if local is None or local.live is None:
         return None
-    return mine.live.position.iteration, mine.live.state.get("auto")
+    return local.live.position.iteration, local.live.state.get("auto")
 
 
-def _newest(tiers: Tiers, first: bool) -> tuple[int, Any] | None:
+def _newest(tiers: Tiers, is_first: bool) -> tuple[int, Any] | None:
     """Returns the newest iteration that this worker can read, and the ``auto`` state stored with it."""
-    found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []
-    if first:
-        found.append(within(LOOKING_S if any(found) else None, _newest_in, tiers.storage))
-    return max(filter(None, found), key=lambda one: one[0], default=None)
+    states = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []
+    if is_first:
+        states.append(within(LOOKING_S if any(states) else None, _newest_in, tiers.storage))
+    return max(filter(None, states), key=lambda entry: entry[0], default=None)
 
 
 def _newest_in(store: Store) -> tuple[int, Any] | None:

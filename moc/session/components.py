@@ -13,7 +13,7 @@ from moc.runtime.device import check_generation
 from moc.runtime.job import World
 from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
-from moc.session.helpers import Carriers, Folds, Hasher
+from moc.session.helpers import BackgroundOptimizer, Hasher, RetentionClient
 from moc.session.peers import Peers, join_peers
 from moc.session.resume.replay import check_freezing
 from moc.session.saving.committing import Committer
@@ -31,7 +31,7 @@ from moc.sharding.save_plan import (
 )
 from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Contents
-from moc.snapshot.device_copy import bubbles_on
+from moc.snapshot.device_copy import BubbleGate, bubbles_on
 from moc.snapshot.saver import Saver
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
@@ -44,8 +44,8 @@ class Components:
     Attributes:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
         tokens: token ledger; None if no policy needs it.
-        carriers: carries experts from older snapshots in memory, if any may be older than the rest.
-        folds: applies the gradients of chains in the background; None if the policy does not.
+        retention_client: retains experts from older snapshots in memory, if any may be older than the rest.
+        background_optimizer: applies the gradients of chains in the background; None if the policy does not.
         hasher: hashes snapshots in memory.
         digests: digests of the state.
         upstream: logs of the traffic between pipeline stages; None without ``--upstream-logging``.
@@ -62,8 +62,8 @@ class Components:
     upstream: PipelineTap | None
     meter: Meter
     report: SnapshotReport
-    carriers: Carriers
-    folds: Folds | None
+    retention_client: RetentionClient
+    background_optimizer: BackgroundOptimizer | None
     hasher: Hasher
     digests: Digests
 
@@ -71,11 +71,11 @@ class Components:
 class SizesByPlan:
     """Implementation of :class:`moc.policy.interface.SnapshotSizer`."""
 
-    def __init__(self, parts: Components):
-        self._contents, self._rank = parts.contents, parts.world.rank
-        names = list(dict.fromkeys(parts.tiers.nodes))
-        self.nodes = tuple(map(names.index, parts.tiers.nodes))
-        self.replicas = parts.peers.replicas if parts.peers is not None else 0
+    def __init__(self, components: Components):
+        self._contents, self._rank = components.contents, components.world.rank
+        names = list(dict.fromkeys(components.tiers.nodes))
+        self.nodes = tuple(map(names.index, components.tiers.nodes))
+        self.replicas = components.peers.replicas if components.peers is not None else 0
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
         """Returns the bytes of operators, each at its detail, on the rank that saves the most; a collective call."""
@@ -84,12 +84,12 @@ class SizesByPlan:
     def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
         """Returns the bytes of each rank by plan, if not 0; a collective call."""
         loads = {name: self._contents.loads(plan).get(self._rank, 0) for name, plan in plans.items()}
-        mine = {name: amount for name, amount in loads.items() if amount}
-        found: dict[str, dict[int, int]] = {name: {} for name in plans}
-        for rank, its in enumerate(gather(mine)):
-            for name, amount in its.items():
-                found[name][rank] = amount
-        return found
+        local = {name: amount for name, amount in loads.items() if amount}
+        bytes_by_plan: dict[str, dict[int, int]] = {name: {} for name in plans}
+        for rank, bytes_of_rank in enumerate(gather(local)):
+            for name, amount in bytes_of_rank.items():
+                bytes_by_plan[name][rank] = amount
+        return bytes_by_plan
 
 
 def build(
@@ -99,15 +99,15 @@ def build(
     tiers: Tiers,
     log: Listener,
     *,
-    counts: bool,
-    again: bool,
-    kept: KeptBuffers,
-    known: KnownDigests,
+    track_tokens: bool,
+    is_restart: bool,
+    buffers: KeptBuffers,
+    known_digests: KnownDigests,
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
-    Without ``counts``, there is no token ledger.  ``again`` means that this worker was in an earlier generation, whose
-    buffers are in ``kept``.  ``known`` has the digests that this worker knows.
+    Without ``track_tokens``, there is no token ledger.  ``is_restart`` means that this worker was in an earlier
+    generation, whose buffers are in ``buffers``.  ``known_digests`` has the digests that this worker knows.
 
     Raises:
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is insufficient.
@@ -115,34 +115,31 @@ def build(
     """
     world = engine.world
     with ExitStack() as undo:  # if a worker is lost meanwhile, all workers build again
-        holdings = holdings_of(engine, policy)
-        alike = _redundancy(engine, holdings, tiers, policy)
-        carriers = undo.enter_context(closing(Carriers()))
-        peers = join_peers(settings, tiers, policy, alike, carriers, log, again) if settings.tier == "peers" else None
+        stage_replicas = stage_replicas_of(engine, policy)
+        identical = _redundancy(engine, stage_replicas, tiers, policy)
+        retention_client = undo.enter_context(closing(RetentionClient()))
+        peers = (
+            join_peers(settings, tiers, policy, identical, retention_client, log, is_restart)
+            if settings.tier == "peers"
+            else None
+        )
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
-        committer = undo.enter_context(closing(Committer(world, policy, tiers, engine.layout, log, alike.copies)))
-        tokens = undo.enter_context(closing(TokenTracker(engine, settings.train_iters, policy))) if counts else None
+        committer = undo.enter_context(closing(Committer(world, policy, tiers, engine.layout, log, identical.copies)))
+        tokens = (
+            undo.enter_context(closing(TokenTracker(engine, settings.train_iters, policy))) if track_tokens else None
+        )
         upstream = _open_upstream_log(engine, settings, tiers, undo) if settings.upstream_logging else None
         nodes = tiers.nodes if tiers.memory is not None else ()
-        contents = Contents(engine.state, holdings, world.rank, parse_scheme(settings.sharding), nodes)
+        contents = Contents(engine.state, stage_replicas, world.rank, parse_scheme(settings.sharding), nodes)
         bubbles = engine.tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = undo.enter_context(closing(Hasher()))
-        saver = Saver(
-            world.rank,
-            world.device,
-            tiers.memory,
-            tiers.storage,
-            gate=bubbles,
-            kept=kept,
-            check=check_generation,
-            hashes=hasher.digests,
-        )
+        saver = _make_saver(world, tiers, bubbles, buffers, hasher)
         undo.callback(saver.close)
-        folds = Folds() if Capability.BACKGROUND_UPDATES in policy.requires else None
+        background_optimizer = BackgroundOptimizer() if Capability.BACKGROUND_UPDATES in policy.requires else None
         if peers is not None and peers.replicas == 1:  # several copies of a node's snapshots would have different bases
-            peers.folds = folds
+            peers.background_optimizer = background_optimizer
         undo.pop_all()
     return Components(
         world=world,
@@ -156,10 +153,23 @@ def build(
         upstream=upstream,
         meter=Meter(world.size, float if bubbles is None else bubbles.take),
         report=SnapshotReport(log, settings.tier),
-        carriers=carriers,
-        folds=folds,
+        retention_client=retention_client,
+        background_optimizer=background_optimizer,
         hasher=hasher,
-        digests=Digests(engine, settings.digest_interval, known),
+        digests=Digests(engine, settings.digest_interval, known_digests),
+    )
+
+
+def _make_saver(world: World, tiers: Tiers, bubbles: BubbleGate | None, buffers: KeptBuffers, hasher: Hasher) -> Saver:
+    return Saver(
+        world.rank,
+        world.device,
+        tiers.memory,
+        tiers.storage,
+        gate=bubbles,
+        kept=buffers,
+        check=check_generation,
+        hashes=hasher.digests,
     )
 
 
@@ -173,45 +183,47 @@ def _open_upstream_log(engine: Engine, settings: Settings, tiers: Tiers, undo: E
     return engine.tap
 
 
-def close(parts: Components, patience_s: float) -> None:
+def close(components: Components, patience_s: float) -> None:
     """Ends pending work, a storage write within ``patience_s`` seconds; communicates with no other worker."""
-    if parts.folds is not None:
-        parts.folds.close()
-    if parts.peers is not None:
-        parts.peers.close()
-    parts.carriers.close()
-    parts.hasher.close()  # before the saver, which would wait for a hanging hasher
-    parts.saver.close(patience_s)
-    parts.committer.close(patience_s)
-    if parts.tokens is not None:
-        parts.tokens.close()
-    if parts.upstream is not None:
-        parts.upstream.close()
+    if components.background_optimizer is not None:
+        components.background_optimizer.close()
+    if components.peers is not None:
+        components.peers.close()
+    components.retention_client.close()
+    components.hasher.close()  # before the saver, which would wait for a hanging hasher
+    components.saver.close(patience_s)
+    components.committer.close(patience_s)
+    if components.tokens is not None:
+        components.tokens.close()
+    if components.upstream is not None:
+        components.upstream.close()
 
 
-def holdings_of(engine: Engine, policy: Policy) -> StageReplicas:
+def stage_replicas_of(engine: Engine, policy: Policy) -> StageReplicas:
     """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
     state, gradients = engine.state, (Detail.GRAD,) if Capability.GRADIENTS in policy.requires else ()
-    told = [
-        holding
+    descriptors = [
+        descriptor
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)
-        for holding in describe_replicas(state.fragments(state.operators(), detail), detail)
+        for descriptor in describe_replicas(state.fragments(state.operators(), detail), detail)
     ]
     return StageReplicas(
         {
             rank: unpack_descriptors(text)
-            for rank, text in gather((engine.world.rank, pack_descriptors(told)), engine.peers)
+            for rank, text in gather((engine.world.rank, pack_descriptors(descriptors)), engine.peers)
         }
     )
 
 
-def _redundancy(engine: Engine, holdings: StageReplicas, tiers: Tiers, policy: Policy) -> Redundancy:
+def _redundancy(engine: Engine, stage_replicas: StageReplicas, tiers: Tiers, policy: Policy) -> Redundancy:
     """Returns the replicated state that several nodes save in their memory; empty without a memory tier."""
     if tiers.memory is None or len(set(tiers.nodes)) == 1:
         return Redundancy()
-    first = engine.world.rank == min(holdings.ranks)  # the other workers of its stage have the same descriptors
+    is_first = engine.world.rank == min(
+        stage_replicas.ranks
+    )  # the other workers of its stage have the same descriptors
     return redundancy(
-        gather(replicated_operators(holdings, full_plan(policy, 0).operators, tiers.nodes) if first else {})
+        gather(replicated_operators(stage_replicas, full_plan(policy, 0).operators, tiers.nodes) if is_first else {})
     )
 
 
@@ -225,10 +237,10 @@ def check_saving(engine: Engine, tiers: Tiers, tier: str) -> None:
         run_on_all(lambda: check_nodes(engine.slices, tiers, tier), "cannot keep snapshots in memory")
 
 
-def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
+def may_replay(engine: Engine, components: Components, tier: str) -> bool:
     """Whether iterations of this model can be replayed here with frozen operators; a collective call."""
     try:
-        check_saving(engine, parts.tiers, tier)
+        check_saving(engine, components.tiers, tier)
         check_freezing(engine.state)
     except CheckpointError:
         return False

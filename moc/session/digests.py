@@ -75,8 +75,8 @@ class KnownDigests:
     def add(self, iteration: int, total: Mapping[Key, int]) -> None:
         """Adds the digests of an iteration, and drops the oldest beyond the limit."""
         self.totals[iteration] = total
-        for older in sorted(self.totals)[:-_MOST]:
-            del self.totals[older]
+        for dropped in sorted(self.totals)[:-_MOST]:
+            del self.totals[dropped]
 
     def changed_scalars(self, iteration: int, scalars: Mapping[str, Any], updates: Mapping[str, int]) -> list[str]:
         """Returns the names of non-tensor state that has changed since this worker remembered it.
@@ -88,10 +88,12 @@ class KnownDigests:
         """
         if self.scalars is None or self.scalars[0] != iteration:
             return []
-        _, hashes, counts = self.scalars
-        now = hash_values({name: scalars[name] for name in hashes if name in scalars})
-        changed = [name for name in now if now[name] != hashes[name]]
-        return changed + [f"updates of {name}" for name in updates if counts.get(name, updates[name]) != updates[name]]
+        _, hashes, known_updates = self.scalars
+        current = hash_values({name: scalars[name] for name in hashes if name in scalars})
+        changed = [name for name in current if current[name] != hashes[name]]
+        return changed + [
+            f"updates of {name}" for name in updates if known_updates.get(name, updates[name]) != updates[name]
+        ]
 
 
 def hash_values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -142,12 +144,12 @@ class Verification:
     def __str__(self) -> str:
         text = f"{self.verified} operators have the digests of the original iteration"
         unknown = set(self.unverified) - set(self.replayed)
-        counts = (
+        groups = (
             (self.replayed, "the digests of an earlier iteration"),
             (unknown, "no known digest"),
             (self.wrong, "another digest"),
         )
-        return text + "".join(f", {len(operators)} {what}" for operators, what in counts if operators)
+        return text + "".join(f", {len(operators)} {description}" for operators, description in groups if operators)
 
 
 def compare_digests(
@@ -167,30 +169,30 @@ def compare_digests(
         stale: operators without a digest: restored from older snapshots by a fallback, or incomplete.
     """
     replicas: dict[tuple[str, str], list[tuple[int, LocalPart]]] = defaultdict(list)
-    for rank, of_rank in enumerate(parts):
-        for name, held in of_rank.items():
-            for part in held:
+    for rank, rank_parts in enumerate(parts):
+        for name, operator_parts in rank_parts.items():
+            for part in operator_parts:
                 replicas[name, part.chunks].append((rank, part))
-    wrong, kept, unkept, ranks = set(), set(), set(), set()
-    for (name, _), there in replicas.items():
-        right = [part.sums for _, part in there if part.is_kept]
-        expected = right[0] if right else there[0][1].sums
-        bad = [rank for rank, part in there if part.is_kept is False or part.sums != expected]
-        ranks.update(bad)
-        (wrong if bad else kept if right else unkept).add(name)
+    wrong, kept, unverified_names, ranks = set(), set(), set(), set()
+    for (name, _), copies in replicas.items():
+        kept_sums = [part.sums for _, part in copies if part.is_kept]
+        expected = kept_sums[0] if kept_sums else copies[0][1].sums
+        differing = [rank for rank, part in copies if part.is_kept is False or part.sums != expected]
+        ranks.update(differing)
+        (wrong if differing else kept if kept_sums else unverified_names).add(name)
     names = {name for name, _ in replicas}
-    known = kept - unkept - set(stale)
+    comparable = kept - unverified_names - set(stale)
     if reference is not None:
         # an absent digest is 0, except of tensors whose padding depends on the layout, and of user modules, which
         # converted checkpoints do not contain
         absent = total.keys() - reference.keys()
-        lacking = {name for name, slot in absent if ":" in slot or slot == MODULE}
-        wrong |= set(differing_operators(total, reference, {*stale, *lacking}))
-        known = names - lacking - set(stale)
+        incomparable = {name for name, slot in absent if ":" in slot or slot == MODULE}
+        wrong |= set(differing_operators(total, reference, {*stale, *incomparable}))
+        comparable = names - incomparable - set(stale)
     return Verification(
         iteration,
-        verified=len(known - wrong),
-        unverified=tuple(sorted(names - known - wrong)),
+        verified=len(comparable - wrong),
+        unverified=tuple(sorted(names - comparable - wrong)),
         wrong=tuple(sorted(wrong)),
         ranks=frozenset(ranks),
     )
@@ -208,31 +210,39 @@ def add_parts(
         elements: elements of the complete state; the parts of an operator with others overlap, or lack some.
     """
     total: dict[Key, int] = {}
-    there: dict[Key, int] = defaultdict(int)
-    distinct = {(name, part.chunks): part for of_rank in parts for name, held in of_rank.items() for part in held}
+    counted: dict[Key, int] = defaultdict(int)
+    distinct = {
+        (name, part.chunks): part
+        for rank_parts in parts
+        for name, operator_parts in rank_parts.items()
+        for part in operator_parts
+    }
     for (name, _), part in distinct.items():
         for slot, count in part.elements.items():
-            there[name, slot] += count
+            counted[name, slot] += count
         for slot, value in part.sums.items():
             total[name, slot] = (total.get((name, slot), 0) + value) & MASK
     names = {name for name, _ in distinct} | {name for name, _ in elements}
-    return total, frozenset(names.intersection(differing_operators(there, elements)))
+    return total, frozenset(names.intersection(differing_operators(counted, elements)))
 
 
 def unlike_masters(state: TrainingState) -> set[str]:
     """Returns the operators on this rank with 16-bit weights that are not their rounded masters."""
-    masters = {(one.name, one.region): one.view for one in state.fragments(state.operators(), Detail.MASTER)}
-    found = set()
+    masters = {
+        (master_fragment.name, master_fragment.region): master_fragment.view
+        for master_fragment in state.fragments(state.operators(), Detail.MASTER)
+    }
+    operators = set()
     for fragment in state.fragments(state.operators(), Detail.COMPUTE):
         weights, master = fragment.view.view(-1), masters.get((fragment.name, fragment.region))
         if master is None or weights.itemsize != 2 or master.dtype != torch.float32:
             continue
         if not torch.equal(weights.view(torch.int16), master.view(-1).to(weights.dtype).view(torch.int16)):
-            found.add(fragment.operator)
-    return found
+            operators.add(fragment.operator)
+    return operators
 
 
-def named(operators: Sequence[str]) -> str:
+def name_operators(operators: Sequence[str]) -> str:
     """Returns up to three operators for a message."""
     more = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
     return ", ".join(operators[:3]) + more
@@ -334,26 +344,28 @@ class Digests(CommitParticipant):
     def verify_replay(self, result: Verification) -> Verification:
         """Compares the state of replayed stages at the last earlier iteration with a digest; a collective call."""
         assert self._digest is not None  # otherwise nothing was verified
-        at, names = self.checks_before(result.iteration), self._engine.state.operators()
-        mine = self._replayed if self._replayed is not None and self._replayed[0] == at else None
+        iteration, names = self.checks_before(result.iteration), self._engine.state.operators()
+        local = self._replayed if self._replayed is not None and self._replayed[0] == iteration else None
         self._replayed = None
-        reference = self._reference(at or 0, {}, 0)
-        told = gather((mine is not None, names, sorted(mine[2]) if mine is not None else []))
-        total = self._total(self._digest.compute() * 0 if mine is None else mine[1])
+        reference = self._reference(iteration or 0, {}, 0)
+        reports = gather((local is not None, names, sorted(local[2]) if local is not None else []))
+        total = self._total(self._digest.compute() * 0 if local is None else local[1])
         if reference is None:
             return result
-        rest = {name for is_replayed, of_rank, frozen in told for name in (frozen if is_replayed else of_rank)}
-        compared = {name for is_replayed, of_rank, _ in told if is_replayed for name in of_rank} - rest
+        not_compared = {
+            name for is_replayed, rank_names, frozen in reports for name in (frozen if is_replayed else rank_names)
+        }
+        compared = {name for is_replayed, rank_names, _ in reports if is_replayed for name in rank_names} - not_compared
         wrong = compared.intersection(differing_operators(total, reference))
         replayed = tuple(name for name in result.unverified if name in compared - wrong)
         unverified = tuple(name for name in result.unverified if name not in wrong)
-        found = tuple(sorted(wrong | set(result.wrong)))
-        return dataclasses.replace(result, replayed=replayed, unverified=unverified, wrong=found)
+        all_wrong = tuple(sorted(wrong | set(result.wrong)))
+        return dataclasses.replace(result, replayed=replayed, unverified=unverified, wrong=all_wrong)
 
     def verify(
         self,
         iteration: int,
-        keeps: bool,
+        keeps_state: bool,
         saved: Mapping[str, StateDigests] | None = None,
         writers: int = 0,
         stale: Collection[str] = (),
@@ -363,7 +375,7 @@ class Digests(CommitParticipant):
 
         Args:
             iteration: iteration of the state.
-            keeps: this worker has kept its state since this iteration was committed.
+            keeps_state: this worker has kept its state since this iteration was committed.
             saved: by file of a snapshot of this iteration, the digests that this worker has read.
             writers: number of the snapshot's writers; 0 without a snapshot.
             stale: operators that a fallback has restored from older snapshots.
@@ -375,16 +387,25 @@ class Digests(CommitParticipant):
         if self._digest is None:
             return None
         sums = self._digest.compute()
-        own = self._known.own if keeps and self._known.own is not None and self._known.own[0] == iteration else None
-        mine = self._parts(self._by_key(sums.sum(0).tolist()), None if own is None else own[1], by_chunk=resized)
-        told = gather({name: [dataclasses.astuple(part) for part in held] for name, held in mine.items()})
-        parts = [{name: [LocalPart(*one) for one in held] for name, held in of_rank.items()} for of_rank in told]
+        kept_sums = (
+            self._known.own if keeps_state and self._known.own is not None and self._known.own[0] == iteration else None
+        )
+        local = self._parts(
+            self._by_key(sums.sum(0).tolist()), None if kept_sums is None else kept_sums[1], by_chunk=resized
+        )
+        gathered = gather(
+            {name: [dataclasses.astuple(part) for part in operator_parts] for name, operator_parts in local.items()}
+        )
+        parts = [
+            {name: [LocalPart(*values) for values in operator_parts] for name, operator_parts in rank_parts.items()}
+            for rank_parts in gathered
+        ]
         reference = self._reference(iteration, saved or {}, writers)
         if resized:
-            known = self._known.elements
-            elements = next(filter(None, gather(to_text(known.keys(), known.values()))), {})
-            total, others = add_parts(parts, total_of([elements]))
-            stale = {*stale, *others}
+            known_elements = self._known.elements
+            elements = next(filter(None, gather(to_text(known_elements.keys(), known_elements.values()))), {})
+            total, incomplete = add_parts(parts, total_of([elements]))
+            stale = {*stale, *incomplete}
         else:
             total = self._total(sums)
         result = compare_digests(iteration, parts, total, reference, stale)
@@ -422,8 +443,8 @@ class Digests(CommitParticipant):
         sums = self._digest.compute()
         if before is not None and (wrong := differing_operators(self._total(sums), before, stale)):
             raise CheckpointError(
-                f"a move of state between workers has changed {named(wrong)} after iteration {iteration}. Fix: start "
-                "again, which loads the newest snapshot; if it happens again, report it",
+                f"a move of state between workers has changed {name_operators(wrong)} after iteration {iteration}. "
+                "Fix: start again, which loads the newest snapshot; if it happens again, report it",
                 code="state-digest-differs",
             )
         self._set(iteration, sums)
@@ -433,9 +454,9 @@ class Digests(CommitParticipant):
 
     def _set(self, iteration: int, sums: Tensor) -> None:
         if iteration % self._interval == 0:
-            done: Future[Tensor] = Future()
-            done.set_result(sums)
-            self._sums, self._is_pending = (iteration, done), True
+            future: Future[Tensor] = Future()
+            future.set_result(sums)
+            self._sums, self._is_pending = (iteration, future), True
 
     def _total(self, sums: Tensor) -> dict[Key, int]:
         added = sum_over_workers({"digests": to_limbs(sums[0])}, self._engine.world)
@@ -445,10 +466,12 @@ class Digests(CommitParticipant):
         return {key: value & MASK for key, value in zip(self._keys, sums, strict=True) if value & MASK}
 
     def _parts(
-        self, sums: Mapping[Key, int], own: Mapping[Key, int] | None, by_chunk: bool
+        self, sums: Mapping[Key, int], kept_sums: Mapping[Key, int] | None, by_chunk: bool
     ) -> dict[str, list[LocalPart]]:
         """Returns this worker's part of each operator; with ``by_chunk``, each of its tensor chunks."""
-        changed = None if own is None else {*differing_operators(sums, own), *unlike_masters(self._engine.state)}
+        changed = (
+            None if kept_sums is None else {*differing_operators(sums, kept_sums), *unlike_masters(self._engine.state)}
+        )
         parts: dict[str, list[LocalPart]] = defaultdict(list)
         if by_chunk:
             for fragment, value in chunk_sums(self._fragments()):
@@ -466,12 +489,16 @@ class Digests(CommitParticipant):
 
     def _reference(self, iteration: int, saved: Mapping[str, StateDigests], writers: int) -> dict[Key, int] | None:
         """Returns the digests of an iteration from a worker that took part in its all-reduce, or from a snapshot."""
-        world, known = self._engine.world, self._known.totals.get(iteration)
-        first = next((rank for rank, has in enumerate(gather(known is not None)) if has), None)
-        if first is not None:
-            told = gather(to_text(known.keys(), known.values()) if known is not None and world.rank == first else {})
-            return total_of(told)
-        told = gather((dict(saved), writers))
-        files = {name: part for of_worker, _ in told for name, part in of_worker.items()}
-        writers = max(number for _, number in told)
+        world, known_total = self._engine.world, self._known.totals.get(iteration)
+        first_rank = next((rank for rank, is_known in enumerate(gather(known_total is not None)) if is_known), None)
+        if first_rank is not None:
+            texts = gather(
+                to_text(known_total.keys(), known_total.values())
+                if known_total is not None and world.rank == first_rank
+                else {}
+            )
+            return total_of(texts)
+        texts = gather((dict(saved), writers))
+        files = {name: part for of_worker, _ in texts for name, part in of_worker.items()}
+        writers = max(number for _, number in texts)
         return total_of(files.values()) if writers and len(files) == writers else None

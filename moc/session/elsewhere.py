@@ -47,7 +47,7 @@ class Chooser(Protocol):
     @property
     def counts_tokens(self) -> bool: ...
 
-    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
+    def in_force(self, engine: Engine, tiers: Tiers, local: LocalRemains | None) -> Settings:
         """Restores measurements and choice, and returns the settings in force; a collective call."""
         ...
 
@@ -58,7 +58,7 @@ class Chooser(Protocol):
         whether iterations can be replayed with frozen operators.
         """
 
-    def observe(self, seen: ObservedIteration) -> None:
+    def observe(self, measured: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
 
     def state_dict(self) -> dict[str, Any]:

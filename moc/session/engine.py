@@ -137,7 +137,7 @@ class RouterTally(Protocol):
         """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
         ...
 
-    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+    def boost(self, debt: Mapping[int, Sequence[int]], fraction: float) -> None:
         """Lets experts that owe tokens, by layer and expert, process more than their capacity from now on.
 
         The excess is at most this fraction, and at most the unused capacity of the other experts of their rank.

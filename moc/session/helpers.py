@@ -1,10 +1,10 @@
 """Clients of a worker's background processes (:mod:`moc.session.node_service`).
 
-* One carries experts from older snapshots in memory (:mod:`moc.recovery.expert_versions`).
+* One retains the states of experts from older snapshots in memory (:mod:`moc.recovery.expert_versions`).
 * One applies saved gradients: MoEtion's asynchronous optimizer recomputation (section 5.2).
 
-      each time that experts are carried from a node's snapshots:
-          adopt the committed results of the background optimizer
+      each time that experts of a node's snapshots are retained:
+          install the committed results of the background optimizer
           order: compare saved state with the result of its chain; apply the gradients of the longest chains
 
   No gradients are applied before one comparison, on any node, has found equal bits.  A comparison that finds different
@@ -26,9 +26,9 @@ from typing import Any
 from moc.cli_output import print_lines
 from moc.errors import cause_of, code_of, warning, with_code
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.expert_versions import Carrier
+from moc.recovery.expert_versions import ExpertVersions
 from moc.recovery.gradient_chains import Chain
-from moc.recovery.gradient_folding import FoldOutcome
+from moc.recovery.gradient_folding import UpdateOutcome
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.session.node_service import CARRY, FOLD, HASH, MODULE
@@ -43,10 +43,10 @@ LEAST_GRADIENTS = 4
 """Minimum length of a chain whose gradients are applied: one read and write of its base serves all of them."""
 CHAINS_PER_ORDER = 4
 """Inverse share of the chains in one order: meanwhile memory has both bases of each."""
-_DIES = 3
+_MAX_FAILURES = 3
 _COUNTS = ("folded", "gradients", "equal", "differing", "seconds")
 
-Coming = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
+NextSnapshot = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
 """A snapshot, its operators that other nodes receive copies of, and its operators with both state and gradients."""
 
 _warned: set[str] = set()
@@ -54,17 +54,17 @@ _warned: set[str] = set()
 Spans = Sequence[tuple[int, int]]
 
 
-class Folds:
+class BackgroundOptimizer:
     """This node's background optimizer and its results; inactive on workers that do not lead their node."""
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
         self._helper = HelperProcess(MODULE, FOLD, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        self._under_way: dict[str, Future[FoldOutcome]] = {}
-        self._counts: dict[str, float] = defaultdict(float)
+        self._pending: dict[str, Future[UpdateOutcome]] = {}
+        self._results: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
-        self._trusted = self._over = False
-        self._died = 0
+        self._is_verified = self._is_disabled = False
+        self._failures = 0
         self._seconds = 0.0  # not reported yet, over all nodes
 
     @property
@@ -72,74 +72,77 @@ class Folds:
         """Id of the background optimizer, once it has started."""
         return self._helper.pids
 
-    def take_over(self, carrier: Carrier) -> None:
-        """Adopts the background optimizer's committed results for a carrier's snapshots.
+    def install_results(self, versions: ExpertVersions) -> None:
+        """Installs the background optimizer's committed results for the snapshots of ``versions``.
 
         Raises:
             CheckpointError, OSError: the results cannot be read or written.
         """
-        carrier.compares |= not self._over
-        done = self._under_way.get(carrier.name)
-        if done is None or not done.done():
+        versions.is_comparing |= not self._is_disabled
+        future = self._pending.get(versions.name)
+        if future is None or not future.done():
             return
-        del self._under_way[carrier.name]
+        del self._pending[versions.name]
         try:
-            outcome = done.result()
+            outcome = future.result()
         except (CheckpointError, OSError) as error:
-            self._has_failed(error)
+            self._on_failure(error)
             return
-        self._died = 0
-        carrier.is_compared([*outcome.equal, *outcome.differing, *outcome.superseded])
+        self._failures = 0
+        versions.on_compared([*outcome.equal, *outcome.differing, *outcome.superseded])
         if outcome.why:
-            why = f"gradients cannot be folded ({outcome.why})"
-            self._ends(CheckpointError(f"{why}. Fix: keep Adam's state in fp32", code="folding-unsupported"))
-        adopted = carrier.adopt() if self._trusted and not self._over and outcome.folded else []
+            problem = f"gradients cannot be folded ({outcome.why})"
+            self._disable(CheckpointError(f"{problem}. Fix: keep Adam's state in fp32", code="folding-unsupported"))
+        installed = versions.install_bases() if self._is_verified and not self._is_disabled and outcome.folded else []
         with self._changing:
-            self._counts["folded"] += len(adopted)
-            self._counts["gradients"] += outcome.gradients if adopted else 0
-            self._counts["equal"] += len(outcome.equal)
-            self._counts["differing"] += len(outcome.differing)
+            self._results["folded"] += len(installed)
+            self._results["gradients"] += outcome.gradients if installed else 0
+            self._results["equal"] += len(outcome.equal)
+            self._results["differing"] += len(outcome.differing)
 
-    def go_on(self, carrier: Carrier) -> None:
-        """Sends the background optimizer its next order for a carrier's snapshots, unless it is busy with them."""
-        if self._over:
-            carrier.compares_no_more()
+    def submit_next(self, versions: ExpertVersions) -> None:
+        """Sends the background optimizer its next order for these snapshots, unless it is busy with them."""
+        if self._is_disabled:
+            versions.stop_comparing()
             return
-        if carrier.name in self._under_way:
+        if versions.name in self._pending:
             return
-        compare, fold = carrier.to_compare(), carrier.to_fold(LEAST_GRADIENTS) if self._trusted else []
-        fold = fold[: -(-len(fold) // CHAINS_PER_ORDER)]
-        if compare or fold:
-            self._under_way[carrier.name] = self._thread.submit(self._order, carrier.name, compare, fold)
+        compare, apply = (
+            versions.chains_to_compare(),
+            versions.chains_to_apply(LEAST_GRADIENTS) if self._is_verified else [],
+        )
+        apply = apply[: -(-len(apply) // CHAINS_PER_ORDER)]
+        if compare or apply:
+            self._pending[versions.name] = self._thread.submit(self._order, versions.name, compare, apply)
 
     def contribution(self) -> dict[str, float]:
         """Returns the results since the last call; the names are identical on all workers."""
         with self._changing:
-            counts, self._counts = self._counts, defaultdict(float)
-        return {f"fold_{name}": counts[name] for name in _COUNTS}
+            results, self._results = self._results, defaultdict(float)
+        return {f"fold_{name}": results[name] for name in _COUNTS}
 
     def on_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Receives the results of all nodes; returns the values to report, if any."""
-        told = {name: totals[f"fold_{name}"] for name in _COUNTS}
-        self._trusted |= told["equal"] > 0
-        self._over |= told["differing"] > 0
-        self._seconds += told["seconds"]
-        if not any(told[name] for name in ("folded", "equal", "differing")):
+        results = {name: totals[f"fold_{name}"] for name in _COUNTS}
+        self._is_verified |= results["equal"] > 0
+        self._is_disabled |= results["differing"] > 0
+        self._seconds += results["seconds"]
+        if not any(results[name] for name in ("folded", "equal", "differing")):
             return {}
-        told["seconds"], self._seconds = self._seconds, 0.0
-        return told
+        results["seconds"], self._seconds = self._seconds, 0.0
+        return results
 
     def close(self) -> None:
         """Ends the background optimizer; nothing is written afterwards."""
-        self._over = True
+        self._is_disabled = True
         self._helper.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> FoldOutcome:
-        begun = time.perf_counter()
+    def _order(self, memory: str, compare: list[Chain], apply: list[Chain]) -> UpdateOutcome:
+        start = time.perf_counter()
         try:
             self._helper.start()  # on this thread, since the process dies with the thread that starts it
-            answer = self._helper.call_process({"memory": memory, "compare": compare, "fold": fold})
+            answer = self._helper.call_process({"memory": memory, "compare": compare, "fold": apply})
         except HelperError as error:
             raise CheckpointError(
                 f"the process that folds gradients {error}. Fix: read its output above; it starts again with the next "
@@ -147,17 +150,17 @@ class Folds:
                 code="helper-lost",
             ) from None
         with self._changing:
-            self._counts["seconds"] += time.perf_counter() - begun
-        return FoldOutcome(**answer)
+            self._results["seconds"] += time.perf_counter() - start
+        return UpdateOutcome(**answer)
 
-    def _has_failed(self, error: Exception) -> None:
-        self._died += 1
-        if self._died >= _DIES:
-            self._ends(error)
+    def _on_failure(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures >= _MAX_FAILURES:
+            self._disable(error)
 
-    def _ends(self, error: Exception) -> None:
-        if not self._over:
-            self._over = True
+    def _disable(self, error: Exception) -> None:
+        if not self._is_disabled:
+            self._is_disabled = True
             print_lines(
                 "WARNING: gradients of experts are no longer folded during training, and a recovery repeats their "
                 f"updates: {with_code(error)}",
@@ -166,8 +169,8 @@ class Folds:
             )
 
 
-class Carriers:
-    """Client of this worker's process that carries experts; starts it on demand, and again if it has died."""
+class RetentionClient:
+    """Client of this worker's process that retains experts; starts it on demand, and again if it has died."""
 
     def __init__(self):
         self._helper, self._calling = HelperProcess(MODULE, CARRY), threading.Lock()
@@ -186,18 +189,18 @@ class Carriers:
             with self._calling:
                 self._start()
 
-    def call(self, carrier: RemoteCarrier, does: str, **given: Any) -> Any:
-        """Calls a method of a carrier in the process; returns its result as JSON values.
+    def call(self, versions: RemoteExpertVersions, method: str, **arguments: Any) -> Any:
+        """Calls a method of :class:`ExpertVersions` in the process; returns its result as JSON values.
 
         Raises:
             CheckpointError: the call failed, or the process died or does not answer.
         """
         with self._calling:
             self._start()
-            if carrier.name not in self._opened:
-                self._ask(carrier, "open", carrier.described)
-                self._opened.add(carrier.name)
-            return self._ask(carrier, does, given)
+            if versions.name not in self._opened:
+                self._call_process(versions, "open", versions.described)
+                self._opened.add(versions.name)
+            return self._call_process(versions, method, arguments)
 
     def close(self) -> None:
         """Kills the process."""
@@ -213,58 +216,58 @@ class Carriers:
             if self._helper.start():
                 self._opened.clear()
 
-    def _ask(self, carrier: RemoteCarrier, does: str, given: dict[str, Any]) -> Any:
+    def _call_process(self, versions: RemoteExpertVersions, method: str, arguments: dict[str, Any]) -> Any:
         with _as_checkpoint_error():
-            answer = self._helper.call_process(
-                {"memory": carrier.name, "compares": carrier.compares, "does": does, "given": given}
+            reply = self._helper.call_process(
+                {"memory": versions.name, "compares": versions.is_comparing, "does": method, "given": arguments}
             )
-        if "error" in answer:
-            raise CheckpointError(answer["error"])
-        return answer["value"]
+        if "error" in reply:
+            raise CheckpointError(reply["error"])
+        return reply["value"]
 
 
-class RemoteCarrier(Carrier):
-    """Carrier that delegates background work to another process, and executes fast operations itself.
+class RemoteExpertVersions(ExpertVersions):
+    """Expert versions whose slow operations run in another process; fast ones run in this process.
 
-    Methods raise CheckpointError like :class:`~moc.recovery.expert_versions.Carrier`, and also if the process has died.
+    Methods raise CheckpointError as in the base class, and if the process has died.
     """
 
-    def __init__(self, carriers: Carriers, store: Store, experts: Iterable[Operator]):
+    def __init__(self, client: RetentionClient, store: Store, experts: Iterable[Operator]):
         experts = list(experts)
         super().__init__(store, experts)
         claim = store.storage.claim
-        self.described = {"claim": claim and asdict(claim), "experts": [asdict(one) for one in experts]}
-        self._carriers = carriers
+        self.described = {"claim": claim and asdict(claim), "experts": [asdict(operator) for operator in experts]}
+        self._client = client
 
-    def carry(
+    def retain(
         self,
-        coming: AvailableCheckpoint | None = None,
+        snapshot: AvailableCheckpoint | None = None,
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        plain = (0, {}) if coming is None else (coming.iteration, dict(coming.operators))
+        plain = (0, {}) if snapshot is None else (snapshot.iteration, dict(snapshot.operators))
         names = None if copied is None else sorted(copied)
-        return self._carriers.call(self, "carry", coming=plain, copied=names, compared=sorted(compared))
+        return self._client.call(self, "retain", coming=plain, copied=names, compared=sorted(compared))
 
-    def drop(self, upto: int) -> None:
-        self._carriers.call(self, "drop", upto=upto)
+    def remove_outdated(self, upto: int) -> None:
+        self._client.call(self, "remove_outdated", upto=upto)
 
-    def to_compare(self) -> list[Chain]:
-        return [Chain(*chain) for chain in self._carriers.call(self, "to_compare")]
+    def chains_to_compare(self) -> list[Chain]:
+        return [Chain(*chain) for chain in self._client.call(self, "chains_to_compare")]
 
-    def to_fold(self, least: int) -> list[Chain]:
-        return [Chain(*chain) for chain in self._carriers.call(self, "to_fold", least=least)]
+    def chains_to_apply(self, least: int) -> list[Chain]:
+        return [Chain(*chain) for chain in self._client.call(self, "chains_to_apply", least=least)]
 
-    def is_compared(self, experts: Collection[str]) -> None:
-        self._carriers.call(self, "is_compared", experts=sorted(experts))
+    def on_compared(self, experts: Collection[str]) -> None:
+        self._client.call(self, "on_compared", experts=sorted(experts))
 
-    def compares_no_more(self) -> None:
-        if self.compares:
-            self.compares = False
-            self._carriers.call(self, "compares_no_more")
+    def stop_comparing(self) -> None:
+        if self.is_comparing:
+            self.is_comparing = False
+            self._client.call(self, "stop_comparing")
 
-    def adopt(self) -> list[str]:
-        return self._carriers.call(self, "adopt")
+    def install_bases(self) -> list[str]:
+        return self._client.call(self, "install_bases")
 
 
 @contextlib.contextmanager
@@ -281,19 +284,21 @@ def _as_checkpoint_error():
 
 def experts_of(policy: Policy) -> list[Operator]:
     """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
-    return [one for one in policy.operators if one.expert is not None and not recovers_exactly(policy)]
+    return [operator for operator in policy.operators if operator.expert is not None and not recovers_exactly(policy)]
 
 
-class Carrying:
-    """Background carrying of experts of this node's snapshots; inactive on workers that do not lead the node.
+class ExpertRetention:
+    """Retains experts of this node's snapshots in the background; inactive on workers that do not lead the node.
 
-    With ``folds``, the gradients of their chains are applied in the background.
+    With ``optimizer``, the gradients of their chains are applied in the background.
     """
 
-    def __init__(self, tiers: Tiers, policy: Policy, carriers: Carriers, folds: Folds | None = None):
-        self._folds, self._carriers = folds, carriers
+    def __init__(
+        self, tiers: Tiers, policy: Policy, client: RetentionClient, optimizer: BackgroundOptimizer | None = None
+    ):
+        self._optimizer, self._client = optimizer, client
         memory, experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
-        self._carrier = RemoteCarrier(carriers, memory, experts) if memory is not None and experts else None
+        self._versions = RemoteExpertVersions(client, memory, experts) if memory is not None and experts else None
         self._memory, self._before = memory, None if memory is None else tiers.before
         self._committed, self._durable = threading.Condition(), 0
         self._waits_for: int | None = None
@@ -303,24 +308,24 @@ class Carrying:
 
     @property
     def processes(self) -> list[int]:
-        """Ids of the processes that carry experts and apply gradients."""
-        return self._carriers.processes + (self._folds.processes if self._folds is not None else [])
+        """Ids of the processes that retain experts and apply gradients."""
+        return self._client.processes + (self._optimizer.processes if self._optimizer is not None else [])
 
     def begin(self, plan: SnapshotPlan) -> Future | None:
-        """Starts to carry the experts that a snapshot lacks from earlier snapshots, once these are committed.
+        """Starts to copy the experts that a snapshot lacks out of earlier snapshots, once these are committed.
 
         Returns:
-            A future, done when the snapshot may supersede the earlier ones; None if there is nothing to carry.
+            A future, done when the snapshot may supersede the earlier ones; None if there is nothing to retain.
         """
-        if self._carrier is None:
+        if self._versions is None:
             return None
-        with contextlib.suppress(CheckpointError):  # carry() warns, and retries
-            self._carriers.start()
+        with contextlib.suppress(CheckpointError):  # retain_experts() warns, and retries
+            self._client.start()
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
-        coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
+        snapshot = AvailableCheckpoint(plan.iteration, MEMORY, details)
         return self._thread.submit(
-            self._carry, self._carrier, (coming, plan.remote_plan.operators, plan.compared), before
+            self._retain, self._versions, (snapshot, plan.remote_plan.operators, plan.compared), before
         )
 
     def committed(self, iteration: int) -> None:
@@ -330,24 +335,24 @@ class Carrying:
             self._committed.notify_all()
 
     def abandoned(self, iteration: int) -> None:
-        """Deletes the experts carried for a snapshot that will not be committed: they may not suffice for the next one.
+        """Deletes experts retained for a snapshot that will not be committed: they may not suffice for the next one.
 
         Raises:
             CheckpointError, OSError: a manifest cannot be written.
         """
-        if self._carrier is not None:
-            self._carrier.delete()
+        if self._versions is not None:
+            self._versions.delete()
         self.committed(iteration)
 
     def release_before(self, iteration: int) -> None:
-        """Reduces snapshots before a durable one to their carried experts, and clears superseded memory.
+        """Reduces snapshots before a durable one to their retained experts, and clears superseded memory.
 
         Raises:
             CheckpointError, OSError: an older snapshot cannot be reduced.
         """
         self._durable = iteration
-        if self._carrier is not None:
-            self._carrier.retire(iteration)
+        if self._versions is not None:
+            self._versions.retire(iteration)
         elif self._memory is not None:
             for older in (one for one in self._memory.iterations() if one < iteration):
                 self._memory.remove(older)
@@ -362,40 +367,40 @@ class Carrying:
             self._committed.notify_all()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _carry(self, carrier: Carrier, coming: Coming, before: int | None) -> None:
+    def _retain(self, versions: ExpertVersions, snapshot: NextSnapshot, before: int | None) -> None:
         with self._committed:
             self._committed.wait_for(lambda: self._closed or before in (None, self._newest))
             if self._closed:
                 return
-        carry(carrier, self._durable, self._folds, *coming)
+        retain_experts(versions, self._durable, self._optimizer, *snapshot)
 
 
-def carry(
-    carrier: Carrier,
+def retain_experts(
+    versions: ExpertVersions,
     durable: int,
-    folds: Folds | None = None,
-    coming: AvailableCheckpoint | None = None,
+    optimizer: BackgroundOptimizer | None = None,
+    snapshot: AvailableCheckpoint | None = None,
     copied: Collection[str] | None = None,
     compared: frozenset[str] = frozenset(),
 ) -> None:
-    """Drops carried experts that a newer snapshot has, and carries the experts that the coming snapshot lacks.
+    """Removes retained experts that a newer snapshot has, and retains the experts that the next snapshot lacks.
 
-    ``coming`` is described as for :meth:`Carrier.carry`; by default, it is the newest stored snapshot.  ``durable`` is
-    the iteration of the newest durable one.  ``folds`` applies the gradients of chains, if wanted.
+    ``snapshot`` is described as for :meth:`ExpertVersions.retain`; by default, it is the newest stored snapshot.
+    ``durable`` is the iteration of the newest durable one.  ``optimizer`` applies the gradients of chains, if wanted.
     """
     try:
-        if folds is not None:
-            folds.take_over(carrier)
-        carrier.drop(durable)
-        carrier.carry(coming, copied, compared)
-        if folds is not None:
-            folds.go_on(carrier)
+        if optimizer is not None:
+            optimizer.install_results(versions)
+        versions.remove_outdated(durable)
+        versions.retain(snapshot, copied, compared)
+        if optimizer is not None:
+            optimizer.submit_next(versions)
     except (CheckpointError, OSError) as error:
-        if carrier.name not in _warned:
-            _warned.add(carrier.name)
+        if versions.name not in _warned:
+            _warned.add(versions.name)
             print_lines(
                 warning(
-                    f"experts of older snapshots cannot be kept in {carrier.name} ({cause_of(error)}), and are read "
+                    f"experts of older snapshots cannot be kept in {versions.name} ({cause_of(error)}), and are read "
                     "from --ckpt-dir after a failure. Fix: make room, or name another memory with --ckpt-memory-dir",
                     code=code_of(error),
                 ),
@@ -416,18 +421,18 @@ class Hasher:
 
     def __init__(self):
         self._helper = HelperProcess(MODULE, HASH)
-        self._begun = self._failed = False
+        self._was_started = self._failed = False
 
     def digests(self, buffer: HostBuffer, spans: Spans) -> tuple[str, ...]:
         """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
-        found = None
+        hashes = None
         if buffer.path is not None and not self._failed:
             try:
-                found = self._ask([str(buffer.path), buffer.nbytes, spans])
+                hashes = self._call([str(buffer.path), buffer.nbytes, spans])
             except HelperError as error:
                 if not self._failed:
-                    self._fails(str(error))
-        return hashed(buffer, spans) if found is None else found
+                    self._disable(str(error))
+        return hashed(buffer, spans) if hashes is None else hashes
 
     @property
     def processes(self) -> list[int]:
@@ -439,28 +444,28 @@ class Hasher:
         self._failed = True
         self._helper.close()
 
-    def _ask(self, call: list) -> tuple[str, ...] | None:
+    def _call(self, call: list) -> tuple[str, ...] | None:
         if not self._started():
             return None
-        answer = self._helper.call_process(call)
-        if isinstance(answer, list):
-            return tuple(answer)
-        self._fails(f"has failed ({answer})")
+        reply = self._helper.call_process(call)
+        if isinstance(reply, list):
+            return tuple(reply)
+        self._disable(f"has failed ({reply})")
         return None
 
     def _started(self) -> bool:
         """Whether the process accepts calls: its start takes seconds, and a waiting snapshot can be lost meanwhile."""
-        if not self._begun:
-            self._begun = self._helper.start()
+        if not self._was_started:
+            self._was_started = self._helper.start()
         return self._helper.has_started()
 
-    def _fails(self, how: str) -> None:
+    def _disable(self, reason: str) -> None:
         self._failed = True
         self._helper.close()
         print_lines(
             warning(
-                f"the process that hashes snapshots {how}: a thread of the worker hashes from now on, and training is "
-                "about a percent slower. Fix: read the output of the process above",
+                f"the process that hashes snapshots {reason}: a thread of the worker hashes from now on, and training "
+                "is about a percent slower. Fix: read the output of the process above",
                 code="helper-lost",
             ),
             error=True,

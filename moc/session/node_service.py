@@ -1,11 +1,11 @@
-"""Runs a worker's background process, which hashes snapshots, carries experts, or applies gradients.
+"""Runs a worker's background process, which hashes snapshots, retains experts, or applies gradients.
 
 The worker starts one process per kind, and calls it (:mod:`moc.runtime.helper_process`).  It dies with the worker,
 possibly in the middle of a call, and leaves the same files as a worker killed at that moment.
 
 * ``hash`` hashes the entries of snapshots in memory.  A snapshot has hundreds of entries: a thread of the worker would
   acquire and release the GIL for each of them, while training needs it continuously.
-* ``carry`` carries experts from older snapshots (:class:`~moc.recovery.expert_versions.Carrier`).  For each snapshot,
+* ``carry`` retains experts of older snapshots (:mod:`moc.recovery.expert_versions`).  For each snapshot,
   it reads and writes about ten headers and manifests; a thread of the worker would hold the GIL meanwhile.
 * ``fold`` applies saved gradients to experts in memory, on one core that training does not need.
 
@@ -40,7 +40,7 @@ def main(kind: str) -> None:
     """Answers calls until the worker ends."""
     child_processes.attach_in_background()
     os.nice(_NICENESS[kind])
-    answer_calls({HASH: lambda: _hash, CARRY: _carrying, FOLD: _folding}[kind]())
+    answer_calls({HASH: lambda: _hash, CARRY: _retention, FOLD: _optimizer}[kind]())
 
 
 def _hash(call: list) -> list[str] | str:
@@ -61,11 +61,11 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
         if len(mapped) != nbytes:
             raise ValueError(f"{path} has {len(mapped):,} bytes, not {nbytes:,}")
         with memoryview(mapped) as memory:
-            found = []
+            hashes = []
             for start, stop in spans:
                 with memory[start:stop] as entry:
-                    found.append(compute_digest(entry))
-            return found
+                    hashes.append(compute_digest(entry))
+            return hashes
 
 
 def _memory(path: str, claim: Claim | None = None) -> Store:
@@ -74,48 +74,48 @@ def _memory(path: str, claim: Claim | None = None) -> Store:
     return Store(storage, allows_slack=True)
 
 
-def _carrying() -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _retention() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from moc.errors import with_code
-    from moc.recovery.expert_versions import Carrier
+    from moc.recovery.expert_versions import ExpertVersions
     from moc.recovery.sources import MEMORY, AvailableCheckpoint
     from moc.state.operators import Operator
     from moc.store.errors import CheckpointError
 
-    carriers: dict[str, Carrier] = {}
+    versions_of: dict[str, ExpertVersions] = {}
 
-    def open_carrier(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[str, Any]]) -> None:
+    def open_versions(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[str, Any]]) -> None:
         store = _memory(memory, Claim(claim["job"], tuple(claim["term"]), claim["run"]) if claim else None)
-        carriers[memory] = Carrier(store, [Operator(**one) for one in experts])
+        versions_of[memory] = ExpertVersions(store, [Operator(**operator) for operator in experts])
 
-    def call(memory: str, compares: bool, does: str, given: Mapping[str, Any]) -> Any:
-        if does == "open":
-            return open_carrier(memory, **given)
-        carrier = carriers[memory]
-        carrier.compares = compares
-        if does == "carry":
-            iteration, operators = given["coming"]
-            coming = AvailableCheckpoint(iteration, MEMORY, operators) if operators else None
-            return carrier.carry(coming, given["copied"], frozenset(given["compared"]))
-        return getattr(carrier, does)(**given)
+    def call(memory: str, is_comparing: bool, method: str, arguments: Mapping[str, Any]) -> Any:
+        if method == "open":
+            return open_versions(memory, **arguments)
+        versions = versions_of[memory]
+        versions.is_comparing = is_comparing
+        if method == "retain":
+            iteration, operators = arguments["coming"]
+            snapshot = AvailableCheckpoint(iteration, MEMORY, operators) if operators else None
+            return versions.retain(snapshot, arguments["copied"], frozenset(arguments["compared"]))
+        return getattr(versions, method)(**arguments)
 
     def answer(order: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"value": call(**order)}
+            return {"value": call(order["memory"], order["compares"], order["does"], order["given"])}
         except (CheckpointError, OSError) as error:
             return {"error": with_code(error)}
 
     return answer
 
 
-def _folding() -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _optimizer() -> Callable[[dict[str, Any]], dict[str, Any]]:
     import torch  # takes seconds, and the worker may end meanwhile
 
     from moc.recovery.gradient_chains import Chain
-    from moc.recovery.gradient_folding import carry_out
+    from moc.recovery.gradient_folding import execute_order
 
     def answer(order: dict[str, Any]) -> dict[str, Any]:
-        chains = ([Chain(*chain) for chain in order[what]] for what in ("compare", "fold"))
-        return carry_out(_memory(order["memory"]), *chains)._asdict()
+        chains = ([Chain(*chain) for chain in order[key]] for key in ("compare", "fold"))
+        return execute_order(_memory(order["memory"]), *chains)._asdict()
 
     torch.set_num_threads(1)
     return answer

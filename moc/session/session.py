@@ -29,7 +29,7 @@ from moc.policy.errors import policy_refusal
 from moc.recovery.gradient_folding import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
-from moc.session.components import Components, SizesByPlan, build, close, holdings_of, may_replay
+from moc.session.components import Components, SizesByPlan, build, close, may_replay, stage_replicas_of
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import CommitParticipant, Engine, Listener
 from moc.session.peers import copies_of
@@ -39,7 +39,7 @@ from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
-from moc.session.tiers import claimed, memory_of, nodes_of, take_places, tiers_of
+from moc.session.tiers import make_claim, memory_of, nodes_of, take_ownership, tiers_of
 from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
@@ -86,7 +86,7 @@ class Session(CommitParticipant):
         self.position, self.record = Position(), None
         self._running: tuple[Components, SavingPipeline] | None = None  # None without a policy, and before resume()
         self._memory: Path | None = None  # this node's memory, if the job uses and owns it
-        self._whole = True  # False while the update changes the state
+        self._is_consistent = True  # False while the update changes the state
 
     def resume(self) -> Position:
         """Brings all workers to the newest recoverable state, and returns its position; a collective call.
@@ -119,58 +119,70 @@ class Session(CommitParticipant):
 
     def _resume(self, undo: contextlib.ExitStack) -> None:
         engine, settings, chooser, log = self._engine, self._settings, self._chooser, self._log
-        mine = self.remains if self.remains.trained else None
+        local = self.remains if self.remains.trained else None
         nodes = nodes_of(settings.node_of_rank, engine.world)
         if settings.tier == "peers":
             copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
-        claim = claimed(settings, engine.world, self.remains.run, log)
+        claim = make_claim(settings, engine.world, self.remains.run, log)
         self.remains.run = claim.run
         tiers = tiers_of(settings, engine.world, nodes, claim)
-        beside = take_places(settings, tiers, engine.world, mine is not None, log)
+        in_background = take_ownership(settings, tiers, engine.world, local is not None, log)
         if tiers.memory is not None or settings.upstream_logging:
             self._memory = memory_of(settings, engine.world, nodes, claim).root
         if chooser is not None:
-            settings = chooser.in_force(engine, tiers, mine)
+            settings = chooser.in_force(engine, tiers, local)
             tiers = dataclasses.replace(tiers_of(settings, engine.world, nodes, claim), storage=tiers.storage)
         policy = make_policy(settings, engine) if policy is None else policy
-        for remark in policy.report.remarks() if mine is None else ():
+        for remark in policy.report.remarks() if local is None else ():
             log.message(remark)
-        kept = self.remains.buffers
-        counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
-        again, known = mine is not None, self.remains.digests
-        parts = build(engine, settings, policy, tiers, log, counts=counts, again=again, kept=kept, known=known)
-        undo.callback(close, parts, _patience_s(parts))
+        buffers = self.remains.buffers
+        track_tokens = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
+        is_restart, known_digests = local is not None, self.remains.digests
+        components = build(
+            engine,
+            settings,
+            policy,
+            tiers,
+            log,
+            track_tokens=track_tokens,
+            is_restart=is_restart,
+            buffers=buffers,
+            known_digests=known_digests,
+        )
+        undo.callback(close, components, _patience_s(components))
         start = resume(
             engine,
-            parts,
+            components,
             self.remains,
             self._elsewhere,
             log,
             settings.step,
-            tidies=not beside,
+            tidies=not in_background,
             deterministic=settings.deterministic,
         )
-        health = storage_health(settings, parts, start, log, in_background=beside or not start.has_listed_storage)
-        sizes = SizesByPlan(parts)
+        health = storage_health(
+            settings, components, start, log, in_background=in_background or not start.has_listed_storage
+        )
+        sizes = SizesByPlan(components)
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers
             refused = policy_refusal(policy.name, error)
             raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
-            chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
-        elif mine is None:
-            parts.report.expected(policy, settings)
+            chooser.on_sizes(sizes, engine, lambda: may_replay(engine, components, settings.tier))
+        elif local is None:
+            components.report.expected(policy, settings)
         self.position, self.record = start.position, start.record
-        if parts.tokens is not None:
-            parts.report.boost(start.position.iteration, parts.tokens.debt)
-        saving = SavingPipeline(parts, settings, health, start, self._describer(parts))
+        if components.tokens is not None:
+            components.report.boost(start.position.iteration, components.tokens.debt)
+        saving = SavingPipeline(components, settings, health, start, self._describer(components))
         undo.callback(saving.close)
-        saving.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
-        saving.begin_again()
-        self._running = parts, saving
-        parts.digests.remember_scalars(self.position)
+        saving.reserve(is_first=not any(gather(local is not None or engine.world.job.is_restart)))
+        saving.restart_snapshot()
+        self._running = components, saving
+        components.digests.remember_scalars(self.position)
 
     @property
     def policy(self) -> Policy | None:
@@ -181,9 +193,9 @@ class Session(CommitParticipant):
         """Returns the progress of this worker's snapshots; see :class:`CommitParticipant`."""
         if self._running is None:
             return {}
-        parts, saving = self._running
-        mine = saving.contribution()
-        return mine if parts.tokens is None else parts.tokens.contribution() | mine
+        components, saving = self._running
+        contribution = saving.contribution()
+        return contribution if components.tokens is None else components.tokens.contribution() | contribution
 
     def on_totals(self, totals: dict[str, float]) -> None:
         """Commits snapshots that all workers have copied, and waits for copies of the state that the update changes.
@@ -192,12 +204,12 @@ class Session(CommitParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            parts, saving = self._running
+            components, saving = self._running
             saving.receive(totals)
-            if parts.tokens is not None:
-                parts.tokens.on_totals(totals)
+            if components.tokens is not None:
+                components.tokens.on_totals(totals)
             saving.wait_for_copies()
-        self._whole = False
+        self._is_consistent = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
         """Commits an iteration after its update, and returns the new position: no later loss undoes the iteration.
@@ -206,25 +218,25 @@ class Session(CommitParticipant):
             record: step record of the completed iteration.
             begun: start of the iteration in seconds, by ``time.perf_counter``.
         """
-        self.position, self.record, self._whole = self.position.after(record), record, True
+        self.position, self.record, self._is_consistent = self.position.after(record), record, True
         self.remains.records.add(record)
         PROGRESS.completed(self.position.iteration)
         if self._running is None:
             return self.position
-        parts, _ = self._running
-        parts.digests.completed(self.position.iteration)
-        if parts.tiers.memory is not None and parts.tiers.leads_node:
-            renew_lease(Path(parts.tiers.memory.storage.name))
-        if (seen := parts.meter.completed(begun)) is not None:
-            parts.policy.interval.observe(seen)
+        components, _ = self._running
+        components.digests.completed(self.position.iteration)
+        if components.tiers.memory is not None and components.tiers.leads_node:
+            renew_lease(Path(components.tiers.memory.storage.name))
+        if (measured := components.meter.completed(begun)) is not None:
+            components.policy.interval.observe(measured)
             if self._chooser is not None:
-                self._chooser.observe(seen)
-            parts.report.chosen(self.position.iteration, parts.policy)
-        if parts.tokens is not None:
-            parts.tokens.completed(skipped=record.skipped)
-            parts.report.boost(self.position.iteration, parts.tokens.debt)
-            if Capability.GATING_PROBABILITIES in parts.policy.requires and not record.skipped:
-                parts.policy.on_routing(parts.tokens.probabilities)
+                self._chooser.observe(measured)
+            components.report.chosen(self.position.iteration, components.policy)
+        if components.tokens is not None:
+            components.tokens.completed(skipped=record.skipped)
+            components.report.boost(self.position.iteration, components.tokens.debt)
+            if Capability.GATING_PROBABILITIES in components.policy.requires and not record.skipped:
+                components.policy.on_routing(components.tokens.probabilities)
         return self.position
 
     def take(self) -> None:
@@ -234,8 +246,8 @@ class Session(CommitParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            parts, saving = self._running
-            parts.digests.remember_scalars(self.position)
+            components, saving = self._running
+            components.digests.remember_scalars(self.position)
             saving.begin_if_planned(self.position, self.record)
 
     @contextlib.contextmanager
@@ -250,12 +262,12 @@ class Session(CommitParticipant):
         if self._running is None:
             yield
             return
-        parts, saving = self._running
+        components, saving = self._running
         saving.wait_for_copies()
-        with parts.digests.moving(self.position.iteration):
+        with components.digests.moving(self.position.iteration):
             yield
-            parts.contents.renew(holdings_of(self._engine, parts.policy))
-        parts.digests.remember_scalars(self.position)  # which include the placement of experts
+            components.contents.renew(stage_replicas_of(self._engine, components.policy))
+        components.digests.remember_scalars(self.position)  # which include the placement of experts
 
     def finish(self) -> None:
         """Waits until every snapshot is committed in each of its tiers."""
@@ -274,12 +286,12 @@ class Session(CommitParticipant):
     def interrupt(self) -> None:
         """Ends this generation after the loss of another worker, and keeps this worker's state for the next one."""
         if self._running is not None:
-            parts, saving = self._running
-            state = self._describer(parts)(self.position, self.record) if self._whole else None
-            parts.digests.keep(self.position.iteration)
+            components, saving = self._running
+            state = self._describer(components)(self.position, self.record) if self._is_consistent else None
+            components.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
-            self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
-            self.remains.stored = saving.storage.held
+            self.remains.begun, self.remains.workers = saving.started_snapshots, self._engine.world.size
+            self.remains.stored = saving.storage.available
         self._end()
 
     def close(self) -> None:
@@ -292,9 +304,9 @@ class Session(CommitParticipant):
 
     def _end(self) -> None:
         if self._running is not None:
-            parts, saving = self._running
+            components, saving = self._running
             saving.close()
-            close(parts, _patience_s(parts))
+            close(components, _patience_s(components))
         self._running = None
 
     @property
@@ -307,9 +319,9 @@ class Session(CommitParticipant):
         """Values to report with every iteration."""
         if self._running is None:
             return {}
-        parts, saving = self._running
-        lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.report.gauges() | dict(self._engine.tap.gauges) | saving.gauges
+        components, saving = self._running
+        token_gauges = {} if components.tokens is None else components.tokens.gauges
+        return token_gauges | components.policy.report.gauges() | dict(self._engine.tap.gauges) | saving.gauges
 
     @property
     def load(self) -> Load | None:
@@ -327,11 +339,11 @@ class Session(CommitParticipant):
         """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
         return self._running is not None and bool(self._running[1].storage.problem)
 
-    def _describer(self, parts: Components) -> Describer:
+    def _describer(self, components: Components) -> Describer:
         """Returns a function for the non-tensor state at a position."""
-        policy, tokens, chooser = parts.policy, parts.tokens, self._chooser
-        return lambda at, record: {
-            **self._engine.scalars(at),
+        policy, tokens, chooser = components.policy, components.tokens, self._chooser
+        return lambda position, record: {
+            **self._engine.scalars(position),
             "record": None if record is None else dataclasses.asdict(record),
             "policy": policy.name,
             BEGUN_AT: self._settings.step,
@@ -343,10 +355,10 @@ class Session(CommitParticipant):
         }
 
 
-def _patience_s(parts: Components) -> float:
+def _patience_s(components: Components) -> float:
     """Returns the seconds allowed for a pending storage write; 0 if the run resumes from memory or from live state."""
-    needs_it = parts.tiers.memory is None and not parts.world.job.may_change_members
-    return _ENDING_S if needs_it else 0.0
+    needs_storage = components.tiers.memory is None and not components.world.job.may_change_members
+    return _ENDING_S if needs_storage else 0.0
 
 
 def policy_of(settings: Settings, operators: Sequence[Operator]) -> Policy:

@@ -62,7 +62,7 @@ class Tiers:
 
 def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> Tiers:
     """Builds the tiers of a job; ``nodes`` has the node names by rank."""
-    node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
+    node = tuple(rank for rank, name in enumerate(nodes) if name == nodes[world.rank])
     memory = Store(memory_of(settings, world, nodes, claim), allows_slack=True) if settings.tier != "disk" else None
     return Tiers(
         storage=Store(storage_at(settings.directory, claim)),
@@ -83,7 +83,7 @@ def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Cla
     return memory_storage(settings.memory_dir, settings.directory, claim.run, emulated, claim)
 
 
-def nodes_of(told: str | None, world: World) -> list[str]:
+def nodes_of(node_of_rank: str | None, world: World) -> list[str]:
     """Returns the node names by rank: as given, the rank block in the job under our launcher, or the host name.
 
     A collective call.  The replacement of a lost node has the same ranks, and receives the copies that other nodes keep
@@ -92,7 +92,7 @@ def nodes_of(told: str | None, world: World) -> list[str]:
     Raises:
         SettingsError: the given names do not fit the job.
     """
-    if told is None:
+    if node_of_rank is None:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
     if (fewest := environment.min_nodes()) is not None:
         raise SettingsError(
@@ -100,7 +100,7 @@ def nodes_of(told: str | None, world: World) -> list[str]:
             "it, or start the job with a fixed number of nodes",
             code="node-names-invalid",
         )
-    nodes = node_names(told)
+    nodes = node_names(node_of_rank)
     if len(nodes) != world.size:
         raise SettingsError(
             f"--node-of-rank names the node of {len(nodes)} of {world.size} workers. Fix: name one for each",
@@ -126,7 +126,7 @@ def check_nodes(slices: Sequence[int], tiers: Tiers, tier: str) -> None:
         )
 
 
-def claimed(settings: Settings, world: World, known: str | None, log: Listener) -> Claim:
+def make_claim(settings: Settings, world: World, known_run: str | None, log: Listener) -> Claim:
     """Returns the claim under which this generation commits snapshots; a collective call.
 
     A job reads the run from storage when it starts.  Later the survivors know it, and storage is not accessed.  A
@@ -135,21 +135,23 @@ def claimed(settings: Settings, world: World, known: str | None, log: Listener) 
     Raises:
         CheckpointError: on all workers: storage cannot be used.
     """
-    run = next((told for told in gather(known) if told), None)
+    run = next((run_id for run_id in gather(known_run) if run_id), None)
     if run is None:
-        place = storage_at(settings.directory)
-        run = run_on_rank0(lambda: begin_run(place, settings.directory).run, f"cannot use {place.name} for snapshots")
-        log.message(f"run {run}: its snapshots are in {place.name}")
+        storage = storage_at(settings.directory)
+        run = run_on_rank0(
+            lambda: begin_run(storage, settings.directory).run, f"cannot use {storage.name} for snapshots"
+        )
+        log.message(f"run {run}: its snapshots are in {storage.name}")
     return Claim(world.job.id, world.job.term, run)
 
 
-def make_room_for_files(place: Storage) -> None:
+def make_room_for_files(storage: Storage) -> None:
     """Releases spare memory of an earlier generation for the ownership files, if the file system is full."""
-    if isinstance(place, LocalStorage) and place.free_bytes() < _FILES:
-        place.reserve.release(_FILES)
+    if isinstance(storage, LocalStorage) and storage.free_bytes() < _FILES:
+        storage.reserve.release(_FILES)
 
 
-def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
+def take_ownership(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
     """Takes ownership of the tiers for the term of this generation; a collective call.
 
     A job takes storage when it starts, so that it ends before training if it cannot.  Later, the first read or commit
@@ -161,11 +163,11 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
     Raises:
         CheckpointError: on all workers: another job, or a newer generation of this one, owns a tier.
     """
-    begins, problem = not any(gather(trained)), None
+    is_first_generation, problem = not any(gather(trained)), None
 
-    def take() -> None:
+    def take_tiers() -> None:
         nonlocal problem
-        if world.rank == 0 and begins:
+        if world.rank == 0 and is_first_generation:
             problem = _take_storage(tiers, settings.directory)
         if tiers.memory is not None and tiers.leads_node:
             make_room_for_files(tiers.memory.storage)
@@ -174,12 +176,12 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
             record_lease(tiers.memory.storage, float(os.environ.get(environment.SILENCE_TIMEOUT, DEFAULT_LEASE_S)))
 
     used = settings.directory if tiers.memory is None else tiers.memory.storage.name
-    run_on_all(take, f"cannot use {used} for snapshots")
+    run_on_all(take_tiers, f"cannot use {used} for snapshots")
     if problem := first_reported(problem):
         log.message(f"WARNING: snapshots are only in memory until storage works: {problem}")
-    if begins and tiers.memory is not None:
-        _tell_of_other_runs(settings, tiers, log)
-    return tiers.memory is not None and (not begins or problem is not None)
+    if is_first_generation and tiers.memory is not None:
+        _report_other_runs(settings, tiers, log)
+    return tiers.memory is not None and (not is_first_generation or problem is not None)
 
 
 def _take_storage(tiers: Tiers, address: str) -> str | None:
@@ -188,9 +190,9 @@ def _take_storage(tiers: Tiers, address: str) -> str | None:
         tiers.storage.take()
         record_run(tiers.storage.storage, Run(tiers.storage.storage.run, address, 0.0))
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         problem = CheckpointError(
-            f"{tiers.storage.storage.name} cannot be used for snapshots ({why}). Fix: correct its permissions, make "
+            f"{tiers.storage.storage.name} cannot be used for snapshots ({reason}). Fix: correct its permissions, make "
             "room or repair it",
             code="storage-unwritable",
         )
@@ -200,14 +202,18 @@ def _take_storage(tiers: Tiers, address: str) -> str | None:
     return None
 
 
-def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None:
-    found: list[Leftover] = []
+def _report_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None:
+    leftovers: list[Leftover] = []
     if tiers.memory is not None and tiers.leads_node:
         run = tiers.memory.storage.run
         paths: list[Path] = memory_paths_of_other_runs(settings.memory_dir, settings.directory, run)
-        found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
-    told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}
-    for path, nbytes in told.items():
+        leftovers = [unused for unused in map(leftover, paths) if unused.bytes and not unused.used_by]
+    unused_bytes = {
+        path: nbytes
+        for node in gather([(str(unused.path), unused.bytes) for unused in leftovers])
+        for path, nbytes in node
+    }
+    for path, nbytes in unused_bytes.items():
         log.message(
             f"WARNING: {path} has {nbytes / 1e9:.3g} GB of another run whose snapshots were in {settings.directory}: "
             "they are not used; if that run is not to be started again, remove them with "

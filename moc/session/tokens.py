@@ -39,7 +39,7 @@ class TokenTracker:
         self._with_probabilities = Capability.GATING_PROBABILITIES in policy.requires
         self._boost = policy.recovery.capacity_boost
         self._counts = engine.router_tally(sorted(numbers), self._with_probabilities)
-        self._ledger, self._heard, self._beyond = TokenLedger.empty(numbers), ({}, {}), {}
+        self._ledger, self._routed, self._beyond = TokenLedger.empty(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)
         self.probabilities: dict[int, list[float]] = {}
         """By layer and expert, the sum of the gating probabilities over the expert's tokens of the last iteration."""
@@ -54,56 +54,56 @@ class TokenTracker:
 
     def on_totals(self, totals: dict) -> None:
         """Receives the counts of all routers."""
-        self._heard, self._beyond = self._counts.by_layer(totals), self._counts.beyond(totals)
+        self._routed, self._beyond = self._counts.by_layer(totals), self._counts.beyond(totals)
         if self._with_probabilities:
             self.probabilities = self._counts.probabilities(totals)
 
     def completed(self, skipped: bool) -> None:
         """Records a completed iteration; if it was skipped, no expert has learned from it."""
-        (counts, sent), beyond = self._heard, self._beyond
+        (counts, sent), beyond = self._routed, self._beyond
         if skipped:
             counts, sent, beyond = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0), {}
         self._continue(self._ledger.after_iteration(counts, sent, beyond))
 
-    def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+    def on_start(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Records the start of a snapshot, with the part of it that goes to storage."""
         stored = None if storage is None else self._saved(storage)
         self._ledger = self._ledger.with_snapshot(self._saved(plan), stored, self._saved(plan.remote_plan))
 
-    def brought_to_storage(self, plan: SnapshotPlan) -> None:
+    def on_write_start(self, plan: SnapshotPlan) -> None:
         """Records that a snapshot of this iteration, complete in memory, starts on its way to storage."""
         self._ledger = self._ledger.with_snapshot(None, self._saved(plan))
 
-    def snapshotted(self, iteration: int) -> None:
+    def on_memory_complete(self, iteration: int) -> None:
         """Records a snapshot as complete in memory."""
         self._ledger = self._ledger.with_snapshot_completed(iteration)
 
-    def persisted(self, iteration: int) -> None:
+    def on_storage_complete(self, iteration: int) -> None:
         """Records a snapshot as complete in storage."""
         self._ledger = self._ledger.with_persist_completed(iteration)
 
-    def starts_at(self, iteration: int) -> None:
+    def start_at(self, iteration: int) -> None:
         """Starts at a checkpoint without a ledger: earlier tokens are unknown."""
         self._counts.take()
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
-    def goes_on(self, state: Mapping) -> None:
+    def continue_from(self, state: Mapping) -> None:
         """Continues a saved ledger, after a recovery without losses."""
         self._continue(TokenLedger.from_state(state))
 
-    def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
+    def recovered(self, path: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """Adjusts the ledger to a recovery path; returns the increase of the proportion of lost tokens.
 
         ``states`` has, by checkpoint, the ledger stored with it.
         """
         self._counts.take()  # the ledger already has the replayed iterations
         ledgers = {key: TokenLedger.from_state(state) for key, state in states.items()}
-        if way.base.key not in ledgers:
-            self.starts_at(way.iteration)
+        if path.base.key not in ledgers:
+            self.start_at(path.iteration)
             return Raised()
-        base, restored = ledgers.pop(way.base.key), {}
+        base, restored = ledgers.pop(path.base.key), {}
         for name, (layer, expert) in self._experts.items():
-            restored.setdefault(layer, {})[expert] = way.learned_until(name)
+            restored.setdefault(layer, {})[expert] = path.learned_until(name)
         recovered = base.after_recovery(restored, ledgers.values())
         self._continue(recovered if self._boost is None else recovered.with_debt(base, self._boost.iterations))
         raised = self._ledger.plt() - base.plt()
@@ -132,8 +132,8 @@ class TokenTracker:
     @property
     def gauges(self) -> dict[str, float]:
         """Values to report with every iteration."""
-        owed = sum(map(sum, self._ledger.remaining_debt.values()))
-        return {"plt": self.plt} | ({"tokens_owed": owed} if owed else {})
+        debt = sum(map(sum, self._ledger.remaining_debt.values()))
+        return {"plt": self.plt} | ({"tokens_owed": debt} if debt else {})
 
     def storage_lacks(self, resumed: int) -> float:
         """Returns the tokens that experts would lose if all memory were lost, in iterations: the mean over layers.
@@ -141,9 +141,9 @@ class TokenTracker:
         Args:
             resumed: iteration that the run would resume from; later iterations would be repeated, not lost.
         """
-        each = {layer: sum(row) for layer, row in self._heard[0].items()}
+        routed = {layer: sum(row) for layer, row in self._routed[0].items()}
         lost = lost_tokens_by_layer(
-            self._ledger.since_persist, {layer: each.get(layer, 0) for layer in self._ledger.layers}
+            self._ledger.since_persist, {layer: routed.get(layer, 0) for layer in self._ledger.layers}
         )
         return max(0.0, sum(lost) / max(1, len(lost)) - (self._ledger.iteration - resumed))
 

@@ -17,7 +17,7 @@ from moc.policy.expert_selection import CountsByLayer
 from moc.policy.pec_selection import PLT_LIMIT, DynamicK, candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes
-from moc.recovery.copy_placement import place
+from moc.recovery.copy_placement import place_copies
 from moc.sharding import ParallelLayout
 from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
@@ -462,7 +462,7 @@ def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> Sim
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
     beyond = _rollback_costs(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
     nodes = setup.cluster.nodes
-    copies = place(nodes, min(options.replicas, nodes - 1))
+    copies = place_copies(nodes, min(options.replicas, nodes - 1))
     changed = dataclasses.replace(beyond, why="other number of nodes") if setup.shrinks else None
     beyond = dataclasses.replace(beyond, why="no copy was left")
     saving = dataclasses.replace(saving, members=beyond.members, changed=changed)

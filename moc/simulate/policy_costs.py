@@ -292,7 +292,7 @@ class ProgramSaving(SimulatedCosts):
         plan = next(plans(survivor_state, operators, self.exact), None)
         if plan is None:
             return 0
-        return plan.way.moments[0].iteration if plan.way else plan.iteration
+        return plan.path.points[0].iteration if plan.path else plan.iteration
 
     def recovery_costs(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns :meth:`PolicyCosts.recovery_costs`, with ``more_s`` for each further lost worker."""

@@ -349,7 +349,7 @@ class RankMemory(NamedTuple):
         copies: of each copy of its snapshots that another node keeps.
         small: for manifests and reports.
         logs: of upstream logs.
-        experts: of each file of experts that its node carries, on the rank that leads the node; otherwise empty.
+        experts: of each file of experts that its node retains, on the rank that leads the node; otherwise empty.
     """
 
     own: Sequence[int]
@@ -368,7 +368,7 @@ class ReservedMemory:
         copies: for copies of other nodes' snapshots.
         small: for manifests and reports.
         logs: of upstream logs.
-        experts: of carried experts, including copies.
+        experts: of retained experts, including copies.
     """
 
     own: int
@@ -385,32 +385,35 @@ class ReservedMemory:
     @classmethod
     def most(cls, nodes: Iterable[ReservedMemory]) -> ReservedMemory:
         """Returns the largest of several."""
-        return max(nodes, key=lambda one: one.total)
+        return max(nodes, key=lambda memory: memory.total)
 
     @classmethod
     def of(
-        cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]
+        cls, sizes: Sequence[RankMemory], nodes: Sequence[str], copied_by_rank: Sequence[Sequence[str]]
     ) -> dict[str, ReservedMemory]:
         """Adds up the needs of ranks, by node.
 
         Args:
             sizes: by rank.
             nodes: by rank, the name of its node.
-            kept: by rank, the nodes whose snapshots its node copies; empty without peers.
+            copied_by_rank: by rank, the nodes whose snapshots its node copies; empty without peers.
         """
         by_node: dict[str, list[RankMemory]] = {node: [] for node in nodes}
-        for node, one in zip(nodes, sizes, strict=True):
-            by_node[node].append(one)
-        kept_by = dict(zip(nodes, kept, strict=True)) if kept else {}
-        found = {}
-        for node, its in by_node.items():
-            others = kept_by.get(node, ())
-            own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
-            copies = sum(sum(one.copies) for other in others for one in by_node[other])
-            logs, kept_of = sum(one.logs for one in its), [*its, *(one for other in others for one in by_node[other])]
-            experts = sum(sum(sizes) for one in kept_of for sizes in one.experts.values())
-            found[node] = cls(own, copies, small * (1 + len(others)), logs, experts)
-        return found
+        for node, memory in zip(nodes, sizes, strict=True):
+            by_node[node].append(memory)
+        copied_by = dict(zip(nodes, copied_by_rank, strict=True)) if copied_by_rank else {}
+        needs = {}
+        for node, ranks in by_node.items():
+            copied_nodes = copied_by.get(node, ())
+            own, small = sum(sum(memory.own) for memory in ranks), sum(memory.small for memory in ranks)
+            copies = sum(sum(memory.copies) for copied in copied_nodes for memory in by_node[copied])
+            logs, with_copies = (
+                sum(memory.logs for memory in ranks),
+                [*ranks, *(memory for copied in copied_nodes for memory in by_node[copied])],
+            )
+            experts = sum(sum(sizes) for memory in with_copies for sizes in memory.experts.values())
+            needs[node] = cls(own, copies, small * (1 + len(copied_nodes)), logs, experts)
+        return needs
 
     def describe(self) -> str:
         """Returns a sentence for users."""

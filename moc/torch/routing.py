@@ -90,7 +90,7 @@ class RouterCounter:
         """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
         return {layer: totals[f"probabilities_of_{layer}"] for layer in self._experts}
 
-    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+    def boost(self, debt: Mapping[int, Sequence[int]], fraction: float) -> None:
         """Has no effect: experts of any module have no known capacity."""
 
     def beyond(self, totals: Mapping) -> dict[int, list[int]]:

@@ -10,21 +10,21 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from moc.session.helpers import Folds
+from moc.session.helpers import BackgroundOptimizer
 from tests.integration.held_pretrain_gpt_moe import hold, program, warm_up
 
 
 def wait_for_folders() -> None:
     """Makes snapshots wait until the folder has answered."""
-    take_over = Folds.take_over
+    take_over = BackgroundOptimizer.install_results
 
-    def wait_and_take_over(folds: Folds, carrier) -> None:
-        for order in [*folds._under_way.values()]:
+    def wait_and_take_over(folds: BackgroundOptimizer, carrier) -> None:
+        for order in [*folds._pending.values()]:
             with suppress(Exception):  # wait() would not return for one that was cancelled, when a generation ended
                 order.result()
         take_over(folds, carrier)
 
-    Folds.take_over = wait_and_take_over
+    BackgroundOptimizer.install_results = wait_and_take_over
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 
     def look(pipeline: SavingPipeline) -> None:
         pipeline.finish()
-        root = pipeline._parts.tiers.memory.storage.root
+        root = pipeline._components.tiers.memory.storage.root
         for name, path in (("own", root), ("copy", *root.glob("of_*"))):
             store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
             manifest = store.read_manifest(max(store.iterations()))

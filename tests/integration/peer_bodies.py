@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from moc.policy import Every
 from moc.policy.interface import Full
-from moc.recovery.copy_placement import place
+from moc.recovery.copy_placement import place_copies
 from moc.runtime import environment, protocol
 from moc.runtime.collectives import gather
-from moc.session.helpers import Carriers
+from moc.session.helpers import RetentionClient
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.state.operators import Operator, Region
@@ -78,7 +78,14 @@ class Node:
         names = tuple(map(str, range(self.size)))
         tiers = Tiers(self.store, self.store, names, True, (self.rank,), None, 2)
         policy = Full([Operator("w", "output", None, None, 300)], Every(1))
-        self.peers = Peers(tiers, policy, list(names), place(self.size, self.size - 1), rate=None, carriers=Carriers())
+        self.peers = Peers(
+            tiers,
+            policy,
+            list(names),
+            place_copies(self.size, self.size - 1),
+            rate=None,
+            retention_client=RetentionClient(),
+        )
         self.peers.join()
 
     def publish(self, iteration: int) -> None:
@@ -134,7 +141,7 @@ def lose_and_restore(memory: str, directory: str) -> dict:
 
     _lose_first(node, damaged={1: 2})
     told["another copy"] = node.has() | {"value": node.value(2)}
-    node.peers.goes_on_from([2], node)
+    node.peers.continue_from([2], node)
     told["gone on"] = node.has()
 
     node.end_replica_server()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from moc.recovery.plan import Course
+from moc.recovery.plan import StagePlan
 from moc.recovery.sources import MASTER, STORAGE, AvailableCheckpoint, RecoveryPath, ReplayPoint
 from moc.session.resume import replay
 from moc.session.resume.rebuilding import Rebuilder
-from moc.session.resume.replay import Reached, Replayer
+from moc.session.resume.replay import Replayer, ReplayState
 from moc.state.operators import Detail
 from moc.state.record import Records
 from tests.integration.bodies import with_run
@@ -47,9 +47,9 @@ def complete_late(flags: dict, pattern: str) -> dict:
             run.stepper.scheduler.num_steps = 0
             run.stepper.scheduler.load_state_dict(schedule)
             replayer = Replayer(engine)
-            replayer.progress.move_to(Reached(position))
+            replayer.progress.move_to(ReplayState(position))
             answers |= go(run, state, replayer, record, frozen) or {}
-            told = replayer.progress.told
+            told = replayer.progress.interrupted
             answers[way] = _told(state) | {
                 "schedule": run.stepper.scheduler.state_dict(),
                 "told": [told.iteration, sorted(told.frozen), told.reduced],
@@ -106,7 +106,7 @@ def apply_again(flags: dict) -> dict:
 
 def _at_once(run, state, replayer, record, frozen) -> None:
     state.freeze(frozen)
-    replayer.compute(replayer.progress.at.position, record, frozen, ())
+    replayer.compute(replayer.progress.state.position, record, frozen, ())
     state.activate(frozen)
 
 
@@ -117,9 +117,9 @@ def _late(run, state, replayer, record, frozen) -> dict:
     waits, replay.wait_for_stage = replay.wait_for_stage, called_away
     state.freeze(frozen)
     try:
-        replayer.compute(replayer.progress.at.position, record, frozen, ())
+        replayer.compute(replayer.progress.state.position, record, frozen, ())
     except _CalledAway:
-        told = replayer.progress.told
+        told = replayer.progress.interrupted
     finally:
         replay.wait_for_stage = waits
         state.activate(frozen)
@@ -129,7 +129,7 @@ def _late(run, state, replayer, record, frozen) -> dict:
     whole = AvailableCheckpoint(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
     way = RecoveryPath((ReplayPoint(record.iteration, {(name, MASTER): whole for name in frozen}),))
     behind = frozenset(range(run.world.size))
-    Rebuilder(*parts)._complete(Course(record.iteration, way, goes_on=True, behind=behind))
+    Rebuilder(*parts)._complete(StagePlan(record.iteration, way, is_resumed=True, behind=behind))
     state.activate(frozen)
     state.gather_weights()
     return {"called away": [told.iteration, sorted(told.frozen), told.reduced]}

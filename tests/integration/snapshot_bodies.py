@@ -54,7 +54,7 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
 
     def watched(self, position, record) -> None:
         take(self, position, record)
-        begun.add(self.storage.begun)
+        begun.add(self.storage.newest_started)
         published = set(store.iterations())
         newest = max(published, default=0)
         seen.append((sum(one > newest for one in begun), len(list(Path(flags["ckpt_dir"]).glob("iter_*")))))

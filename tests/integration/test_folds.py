@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.recovery.expert_versions import file_of_operator
-from moc.session.helpers import Folds
+from moc.recovery.expert_versions import operator_file_name
+from moc.session.helpers import BackgroundOptimizer
 from moc.state.operators import Detail
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
@@ -77,7 +77,7 @@ def test_killed_gradient_applier_restarts_and_ends_with_worker(tmp_path, monkeyp
     for name in ("glob", "json", "secrets", "runpy", "signal", "moc"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
     monkeypatch.chdir(tmp_path)
-    run, folds = Run(tmp_path / "memory"), Folds()
+    run, folds = Run(tmp_path / "memory"), BackgroundOptimizer()
     run.train(e0=Detail.FULL, e1=Detail.FULL, e2=Detail.FULL)
     go_on(folds, run, 2)
     assert renew(folds, run)[0]["equal"] == 1
@@ -198,8 +198,8 @@ def test_damaged_gradient_is_named_and_ends_its_chain(data, tmp_path):
         bases = {file: i for i, files in sorted(there.items()) for file in files if file.endswith(FOLDED_FILE)}
         folded, base = min(bases.items(), key=lambda item: item[1])
         expert = folded.removesuffix(FOLDED_FILE)
-        assert file_of_operator(expert) in there[base + 1] and file_of_operator(expert) in there[base + 2]
-        flip(place.root / checkpoint_name(base + 2) / file_of_operator(expert), position=-8 * 16)
+        assert operator_file_name(expert) in there[base + 1] and operator_file_name(expert) in there[base + 2]
+        flip(place.root / checkpoint_name(base + 2) / operator_file_name(expert), position=-8 * 16)
         resumed = start("EP2", flags, body="pec_bodies:loaded").wait()
     begun = resumed[0].value["start"]
     assert begun >= last - 1 and any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.live.job import Events
-from moc.recovery.expert_versions import file_of_operator
+from moc.recovery.expert_versions import operator_file_name
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
 from tests.host_memory import find_memory_storage
@@ -72,7 +72,7 @@ def test_gradient_chain_ends_at_first_damaged_gradient(data, tmp_path):
             for iteration in (1, last - 4)  # carried out of both, the experts alone
         )
         assert gradients == pytest.approx(whole / 3, rel=0.02)
-        flip(place.root / checkpoint_name(last - 4) / file_of_operator(damaged), position=-8 * 16)
+        flip(place.root / checkpoint_name(last - 4) / operator_file_name(damaged), position=-8 * 16)
         begun, hashes = loaded("EP2", flags)
     assert begun in (last - 1, last)
     for fragment, digest in hashes.items():

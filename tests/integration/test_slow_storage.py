@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moc.policy import Capability, Every, policy_named
-from moc.recovery.inventory import Persisted, Promise, in_storage, look, overdue
+from moc.recovery.inventory import Persisted, Promise, in_storage, list_checkpoints, overdue
 from moc.session.saving.storage import ALL_REDUCES
 from moc.state.shape import ModelShape, model_operators
 from moc.store.storage import LocalStorage
@@ -66,7 +66,7 @@ def test_slow_storage_is_as_new_as_promised_after_memory_loss(policy, storage, d
 
         shape = ModelShape((1, 1), 32, 48, 32, 32, 16, 256, num_experts=4, expert_ffn_hidden_size=48)
         model = policy_named(flags["ckpt_policy"])(model_operators(shape), Every(1), **settings)
-        held = in_storage(look(Store(LocalStorage(Path(flags["ckpt_dir"]))))[0])
+        held = in_storage(list_checkpoints(Store(LocalStorage(Path(flags["ckpt_dir"]))))[0])
         left = Persisted.of(held, model)
         published = [0, *(event["iteration"] for event in events(flags, "persist")), at]
         gap = max(b - a for a, b in itertools.pairwise(published))

@@ -25,7 +25,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     # of a survivor's committed state, and compared after a gather
     "moc/state/digests.py": "torch.stack([ChunkDigest.of(fragment)() for fragment in held])",
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
-    "moc/torch/engine.py": "copy_to_host(counts)",
+    "moc/torch/engine.py": "copy_to_host(gradient_counts)",
     "moc/torch/data.py": "local, value.detach()",  # state of users' objects, of a committed iteration
     "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }

@@ -9,7 +9,7 @@ from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValue
 from megatron.pretraining.config.groups import Config
 from moc.cli_output import counted
 from moc.elastic.allocation import PlanSettings
-from moc.recovery.copy_placement import copies_wanted
+from moc.recovery.copy_placement import validate_replicas
 from moc.runtime.fault_injection import Fault
 
 
@@ -147,7 +147,7 @@ def check_job(config: Config, workers: Workers) -> None:
     problems.check(check_start, config, workers)
     if snapshot.ckpt_policy and snapshot.ckpt_tier == "peers":
         fewest = workers.min_nodes if workers.min_nodes < workers.max_nodes else None
-        problems.check(copies_wanted, snapshot.replicas, workers.max_nodes, fewest)
+        problems.check(validate_replicas, snapshot.replicas, workers.max_nodes, fewest)
     problems.raise_found()
 
 

@@ -20,7 +20,7 @@ import torch
 from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
-from moc.session.digests import named
+from moc.session.digests import name_operators
 from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, digest_slot, to_text
 from moc.state.operators import MODULE_STATE, Detail, Region, is_module_state, regions_of_range
 from moc.store import store
@@ -224,7 +224,7 @@ def describe_unverified(contents: ConvertedState, where: Path) -> str:
     if not contents.digests:
         return f"{where} is not verified: it has no digests"
     unverified = sorted({*contents.operators} - {operator for operator, _ in contents.digests})
-    return f"{where} is not verified completely: {named(unverified)} have no digests" if unverified else ""
+    return f"{where} is not verified completely: {name_operators(unverified)} have no digests" if unverified else ""
 
 
 def check_written(sums: Iterable[DigestSums], contents: ConvertedState, where: Path) -> dict[Key, int]:

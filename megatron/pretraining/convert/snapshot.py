@@ -127,7 +127,7 @@ class MergedContents(ConvertedState):
         root = directory.resolve().parent
         self._contents_of = {
             checkpoint.iteration: SnapshotContents(root / checkpoint_name(checkpoint.iteration))
-            for checkpoint in recovery_path.used()
+            for checkpoint in recovery_path.checkpoints()
         }
         self._recovery_path, base = recovery_path, self._contents_of[recovery_path.iteration]
         self.digests = base.digests

@@ -24,8 +24,8 @@ from moc.cli_output import print_lines
 from moc.errors import code_of
 from moc.files.event_log import read_events
 from moc.inspect.coverage import operators_of
-from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import recoveries
+from moc.recovery.inventory import in_storage, list_checkpoints
+from moc.recovery.sources import recovery_paths
 from moc.runtime import child_processes
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
@@ -85,7 +85,9 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             "--iteration",
             code="model-description-invalid",
         ) from None
-    recovery_path = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
+    recovery_path = next(
+        recovery_paths(in_storage(list_checkpoints(store)[0]), operators, exact=True, only=iteration), None
+    )
     if recovery_path is None:
         if iteration is None:
             raise CheckpointError(
@@ -99,7 +101,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             "--iteration",
             code="window-incomplete",
         )
-    iterations = [checkpoint.iteration for checkpoint in reversed(recovery_path.used())]
+    iterations = [checkpoint.iteration for checkpoint in reversed(recovery_path.checkpoints())]
     return ConvertedWindow(root, {iteration: store.read_manifest(iteration) for iteration in iterations})
 
 

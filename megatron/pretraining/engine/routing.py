@@ -154,12 +154,12 @@ class RouterCounts:
         for hook in self._hooks:
             hook.remove()
 
-    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+    def boost(self, debt: Mapping[int, Sequence[int]], fraction: float) -> None:
         """Implements :meth:`moc.session.engine.RouterTally.boost`."""
         for boost in self._boosts.values():
             boost.close()
-        self._boosted = bool(owed)
-        shares = {layer: [tokens // self._calls for tokens in row] for layer, row in owed.items()}
+        self._boosted = bool(debt)
+        shares = {layer: [tokens // self._calls for tokens in row] for layer, row in debt.items()}
         self._boosts = {
             layer: RouterBoost(router, shares[layer], fraction)
             for router in self._routers

@@ -10,16 +10,16 @@ from typing import NoReturn
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.policy import Capability, recovers_exactly
-from moc.recovery.inventory import in_memory, look
-from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, live_states, plans, reason
-from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
+from moc.recovery.inventory import in_memory, list_checkpoints
+from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, explain_no_plan, live_states, plans
+from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recovery_paths
 from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
-from moc.session.digests import Verification, named
+from moc.session.digests import Verification, name_operators
 from moc.session.engine import Engine, Listener
 from moc.session.resume.reading import AdoptedParts, Damage, Key, SnapshotReader, StorageListing, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
-from moc.session.resume.replay import Reached, Replayer
+from moc.session.resume.replay import Replayer, ReplayState
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors, exchange
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Detail
@@ -93,7 +93,7 @@ class SnapshotLoader:
         always lists it: lost workers may have saved a snapshot that is not committed.
         """
         kept = self._in_memory()
-        knows = left.again and (self._memory is not None or self._world.job.may_change_members)
+        knows = left.has_trained and (self._memory is not None or self._world.job.may_change_members)
         return (list(left.stored) if knows else self._in_storage(left)) + kept
 
     def find_again(self, left: Survivors) -> list[AvailableCheckpoint]:
@@ -104,9 +104,9 @@ class SnapshotLoader:
     def _in_memory(self) -> list[AvailableCheckpoint]:
         there, check = [], self._check
         for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
-            here, problems = look(store, check) if store is not None and self._leads_node else ([], [])
+            here, problems = list_checkpoints(store, check) if store is not None and self._leads_node else ([], [])
             if tier == MEMORY and self._leads_node:
-                more = self.adopted.look(check)
+                more = self.adopted.list_parts(check)
                 here, problems = here + more[0], problems + more[1]
             told = gather((here, problems))
             self._note_all(problem for _, of_node in told for problem in of_node)
@@ -142,8 +142,8 @@ class SnapshotLoader:
                 another model; or iterations must be replayed, and operators cannot be frozen.
         """
         found = bool(held)
-        if left.again:
-            self._rebuilder.tell(cut_off=True)
+        if left.has_trained:
+            self._rebuilder.report_replay(interrupted=True)
         while True:
             plan = next(self._plans(held, left), None)
             if not self.has_listed_storage and (plan is None or plan.reads_storage):
@@ -157,7 +157,7 @@ class SnapshotLoader:
                 left = left.without_logs(damaged)
                 continue
             self._leave(plan, mine)
-            with self._repair.of(self._torn(plan, held, left)):
+            with self._repair.enabled_for(self._torn(plan, held, left)):
                 saved, bad, changed = self._follow(plan, left)
             if saved is not None:
                 synchronize_all(self._world)
@@ -165,7 +165,7 @@ class SnapshotLoader:
                     mine.live, mine.lacking = LiveState(position_of(saved), saved), frozenset()
                     mine.digests.scalars = None  # those of the session that was interrupted
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
-            self._rebuilder.tell(cut_off=True)
+            self._rebuilder.report_replay(interrupted=True)
             for damage in bad.values():
                 self._note(damage.text)
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
@@ -189,11 +189,11 @@ class SnapshotLoader:
 
     def _leave(self, plan: RecoveryPlan, mine: LocalRemains | None) -> None:
         """Gives up this worker's state before it is overwritten, unless the plan keeps or continues it."""
-        course, progress = plan.course(self._stage), self._replayer.progress
-        if course is None or not course.goes_on:
+        course, progress = plan.stage_plan(self._stage), self._replayer.progress
+        if course is None or not course.is_resumed:
             progress.move_to(None)
         elif mine is not None and mine.live is not None:
-            progress.move_to(Reached(mine.live.position))
+            progress.move_to(ReplayState(mine.live.position))
         if mine is not None and self._world.rank not in plan.keep:
             mine.live = None
 
@@ -204,11 +204,11 @@ class SnapshotLoader:
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
-        whole = next(recoveries(stored, self._policy.operators, recovers_exactly(self._policy)), None)
-        return left.again and not self._damage and whole is None
+        whole = next(recovery_paths(stored, self._policy.operators, recovers_exactly(self._policy)), None)
+        return left.has_trained and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
-        nothing, only = reason(JobInventory(held), self._policy.operators), self._only
+        nothing, only = explain_no_plan(JobInventory(held), self._policy.operators), self._only
         if only is not None:
             path, there = (
                 self._storage.storage.display_path(checkpoint_name(only)),
@@ -222,19 +222,19 @@ class SnapshotLoader:
         )
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
-        policy, only = self._policy, None if left.again else self._only
+        policy, only = self._policy, None if left.has_trained else self._only
         # results of a job with changing members depend on the lost workers anyway
         keeps_experts = Capability.LIVE_EXPERTS in policy.requires or self._world.job.may_change_members
         if keeps_experts and not recovers_exactly(policy):
-            held = held + live_states(left.live, left.pieces, policy.name, left.lacking)
-        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced, left.lacking)
+            held = held + live_states(left.live, left.chunk_ids, policy.name, left.lacking)
+        inventory = JobInventory(held, left.live, left.chunk_ids, left.logs, left.reduced, left.lacking)
         return plans(inventory, policy.operators, recovers_exactly(policy), only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""
-        course = plan.course(self._stage)
+        course = plan.stage_plan(self._stage)
         until = plan.iteration if course is None else course.begin
-        served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
+        served = {iteration: plan.computing(iteration) for iteration in plan.replayed_iterations if iteration <= until}
         damaged = self._engine.tap.damaged(served)
         told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
         if told:
@@ -257,7 +257,7 @@ class SnapshotLoader:
             iteration: begun.operators
             for iteration, begun in left.begun.items()
             if plan.stages
-            and min(course.whole for course in plan.courses.values()) < iteration < plan.iteration
+            and min(course.complete_at for course in plan.stage_plans.values()) < iteration < plan.iteration
             and not any(one.has(iteration, tier, begun.operators) for one in held)
         }
 
@@ -269,25 +269,29 @@ class SnapshotLoader:
             state is not that of the iteration.
         """
         begun, amount, manifests = time.perf_counter(), 0, {}
-        if plan.way is not None or plan.stages:
+        if plan.path is not None or plan.stages:
             manifests, bad = self._rebuilder.rebuild(plan)
             if bad:
                 return None, bad, frozenset()
-            self._rebuilder.tell()
+            self._rebuilder.report_replay()
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
             amount = sum(manifest.nbytes for manifest in manifests.values())
         if self._world.rank in plan.complete:
             self._complete(left.states[plan.iteration])
         amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
-        if plan.way is None or plan.stages:
+        if plan.path is None or plan.stages:
             saved = self._join(plan, left)
         else:
-            saved = self._restore_from(plan.way, manifests, left)
-        is_live = plan.keep or plan.copies or (plan.way is not None and plan.way.base.tier == LIVE)
-        self._digests.stale = plan.way.stale if plan.way else ()
+            saved = self._restore_from(plan.path, manifests, left)
+        is_live = plan.keep or plan.copies or (plan.path is not None and plan.path.base.tier == LIVE)
+        self._digests.stale = plan.path.stale if plan.path else ()
         result = self._verify(plan, manifests, left.resized and bool(is_live))
-        if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
+        if (
+            result is not None
+            and result.wrong
+            and (not plan.replayed_iterations or self._repeats_bits(plan, manifests))
+        ):
             return None, *self._blame(plan, result)
         self._report(plan, amount, begun, result)
         return saved, {}, frozenset()
@@ -301,7 +305,7 @@ class SnapshotLoader:
             plan.iteration,
             self._world.rank in plan.keep,
             *self._saved_digests(plan, manifests),
-            plan.way.stale if plan.way else (),
+            plan.path.stale if plan.path else (),
             resized=resized,
         )
         return self._digests.verify_replay(result) if result is not None and plan.stages else result
@@ -309,7 +313,7 @@ class SnapshotLoader:
     def _repeats_bits(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]) -> bool:
         """Whether a replay has the bits of the original iterations; in another layout, it adds in another order."""
         layout, size = dict(self._engine.layout), self._world.size
-        mine = [manifests[one.key] for one in plan.way.used() if one.key in manifests] if plan.way else []
+        mine = [manifests[one.key] for one in plan.path.checkpoints() if one.key in manifests] if plan.path else []
         differs = any((one.layout, one.writers) != (layout, size) for one in mine)
         return self._deterministic and not any(gather(differs))
 
@@ -320,7 +324,7 @@ class SnapshotLoader:
 
         One worker contributes those of a snapshot in storage, and one of each node those in its memory.
         """
-        held = None if plan.way is None else plan.way.at(plan.way.iteration)
+        held = None if plan.path is None else plan.path.checkpoint_at(plan.path.iteration)
         manifest = None if held is None or held.iteration != plan.iteration else manifests.get(held.key)
         if held is None or manifest is None:
             return {}, 0
@@ -330,9 +334,9 @@ class SnapshotLoader:
     def _blame(self, plan: RecoveryPlan, result: Verification) -> tuple[dict[Key, Damage], frozenset[int]]:
         """Reports wrong state; returns the damage of the snapshot that it is from, and the ranks that changed it."""
         what = f"the state of iteration {result.iteration} has other digests than the run computed: "
-        what += named(result.wrong)
+        what += name_operators(result.wrong)
         kept = result.ranks & plan.keep
-        if not kept and (plan.way is None or plan.way.base.tier == LIVE):
+        if not kept and (plan.path is None or plan.path.base.tier == LIVE):
             kept = plan.keep | plan.complete
         if kept:
             workers = ", ".join(map(str, sorted(kept)))
@@ -344,10 +348,10 @@ class SnapshotLoader:
                 )
             )
             return {}, kept
-        assert plan.way is not None  # otherwise some worker has kept its state
-        held = plan.way.at(plan.way.iteration)
+        assert plan.path is not None  # otherwise some worker has kept its state
+        held = plan.path.checkpoint_at(plan.path.iteration)
         error = CheckpointError(
-            f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
+            f"{what}, after loading {self._reader.display_path(held)}. Fix: load another snapshot (--ckpt-step)",
             code="state-digest-differs",
         )
         operators = None if recovers_exactly(self._policy) else frozenset(result.wrong)
@@ -365,7 +369,7 @@ class SnapshotLoader:
         saved = left.states[plan.iteration]
         self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
-            self._tokens.goes_on(saved["ledger"])
+            self._tokens.continue_from(saved["ledger"])
         return saved
 
     def _forget_moments(self) -> None:
@@ -393,14 +397,16 @@ class SnapshotLoader:
         else:
             base = manifests[way.base.key]
             saved = base.state
-            self._restore(saved, steps_of(base), base.policy, self._reader.where(way.base))
+            self._restore(saved, steps_of(base), base.policy, self._reader.display_path(way.base))
         if self._tokens is not None:
             self._count_lost_tokens(self._tokens, way, ledgers)
         return saved
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
         """Restores the non-tensor state."""
-        self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
+        self._rebuilder.restore_non_tensor_state(
+            saved, steps, [operator.name for operator in self._policy.operators], where
+        )
         self._engine.compare_samples(saved, self._log.message)
         if policy == self._policy.name:  # another policy has another state
             if saved.get("interval"):
@@ -429,20 +435,20 @@ class SnapshotLoader:
         )
 
     def _report(self, plan: RecoveryPlan, amount: int, begun: float, result: Verification | None) -> None:
-        seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
-        folds = plan.way.folds if plan.way else {}
+        seconds, tier = time.perf_counter() - begun, plan.path.base.tier if plan.path else LIVE
+        folds = plan.path.gradients if plan.path else {}
         self._log.events.write(
             "resume",
             iteration=plan.iteration,
             tier=tier,
             bytes=amount,
             seconds=seconds,
-            sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
+            sources=[list(one.key) for one in plan.path.checkpoints()] if plan.path else [],
             kept=len(plan.keep) + len(plan.complete),
             stages=sorted(plan.stages),
-            went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
+            went_on={stage: course.begin for stage, course in plan.stage_plans.items() if course.is_resumed},
             folded=len(folds),
-            stale=len(plan.way.stale) if plan.way else 0,
+            stale=len(plan.path.stale) if plan.path else 0,
             verified=0 if result is None else result.verified,
             unverified=[] if result is None else list(result.unverified),
             replayed=[] if result is None else list(result.replayed),
@@ -451,9 +457,9 @@ class SnapshotLoader:
         keeping = len(plan.keep)
         keep = "1 worker keeps its" if keeping == 1 else f"{keeping} workers keep their"
         kept = f"{keep} state of iteration {plan.iteration}; " if keeping else ""
-        source = f"from {tier}" if plan.way else "from one another"
-        for stage, course in sorted(plan.courses.items()):
-            continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
+        source = f"from {tier}" if plan.path else "from one another"
+        for stage, course in sorted(plan.stage_plans.items()):
+            continued = f"continued from iteration {course.begin} and " if course.is_resumed else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
             kept += f"stage {stage} {continued}replayed {what} without the others; "
         folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""

@@ -23,15 +23,17 @@ class ResumePoint:
         position: iterations and samples completed.
         record: step record of the last iteration, if known.
         newest: iteration of the newest recovery path, in memory or in storage; None if there is none.
-        in_memory: iterations of the snapshots that stay in memory: of that path if it is there, and of the current
+        in_memory: iterations of the snapshots retained in memory: of that path if it is in memory, and of the current
             window.
         experts: iterations of other snapshots in memory with experts that are still needed.
-        newer: like ``experts``, but superseded; they are moved aside for the snapshots that the run takes again.
-        before: like ``newer``, but moved aside already.
-        again: plan of this position's snapshot, if it was started and is lost.
+        newer: like ``experts``, but superseded; they are moved to superseded memory, since the run repeats these
+            snapshots.
+        before: like ``newer``, but already in superseded memory.
+        repeated_plan: plan of this position's snapshot, if it was started and is lost.
         stored: known checkpoints in storage up to this position.
         has_listed_storage: storage has been taken and listed to resume; otherwise this is due in the background.
-        begun: by iteration, the started snapshots among ``in_memory``; their parts and copies may still be lost.
+        started_snapshots: by iteration, those among ``in_memory`` that were started; their parts and copies may still
+            be lost.
     """
 
     position: Position
@@ -41,7 +43,7 @@ class ResumePoint:
     experts: tuple[int, ...] = ()
     newer: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
-    again: SnapshotPlan | None = None
+    repeated_plan: SnapshotPlan | None = None
     stored: tuple[AvailableCheckpoint, ...] = ()
     has_listed_storage: bool = True
-    begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
+    started_snapshots: Mapping[int, StartedSnapshot] = field(default_factory=dict)

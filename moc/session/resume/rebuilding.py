@@ -28,14 +28,14 @@ from dataclasses import asdict
 
 from moc.errors import warning, with_code
 from moc.fault_points import reach
-from moc.recovery.plan import Course, RecoveryPlan
+from moc.recovery.plan import RecoveryPlan, StagePlan
 from moc.recovery.sources import LIVE, MASTER, MEMORY, AvailableCheckpoint, ReplayPoint
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.session.digests import Digests
 from moc.session.engine import Engine, Listener
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
-from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
+from moc.session.resume.replay import Replayer, ReplayState, check_freezing, record_of, unfreeze_on_exit
 from moc.session.resume.survivors import give_to_other_stages
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
@@ -47,7 +47,7 @@ from moc.store.manifest import Manifest
 
 
 class Repair:
-    """Saving of this worker's missing parts; the publisher finds them together with the parts of the other workers.
+    """Saves this worker's missing parts of snapshots; they are committed together with the parts of other workers.
 
     Attributes:
         failure: error of a failed save; None if nothing failed.
@@ -55,24 +55,24 @@ class Repair:
 
     def __init__(self, world: World, contents: Contents, tiers: Tiers, saver: Saver):
         self._world, self._contents, self._tiers, self._training = world, contents, tiers, saver
-        self._torn: Mapping[int, Mapping[str, Detail]] = {}
+        self._incomplete: Mapping[int, Mapping[str, Detail]] = {}
         self._saver: Saver | None = None
         self.failure: str | None = None
 
     @contextlib.contextmanager
-    def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
+    def enabled_for(self, incomplete: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
         """Context of a replay that may pass incomplete snapshots, given by iteration with their planned operators."""
-        self._torn = torn
+        self._incomplete = incomplete
         self._saver = self._training.sibling()
         with contextlib.closing(self._saver):
             yield
 
-    def comes_by(self, iteration: int) -> None:
+    def on_reached(self, iteration: int) -> None:
         """Saves this worker's part of the snapshot of the iteration that the replay has reached, if it is missing.
 
         It waits for the save.  A failure is kept in :attr:`failure`: recovery continues, and another window starts.
         """
-        if iteration not in self._torn or self._has_part(iteration):
+        if iteration not in self._incomplete or self._has_part(iteration):
             return
         try:
             self._save(iteration)
@@ -81,8 +81,8 @@ class Repair:
 
     def _save(self, iteration: int) -> None:
         assert self._saver is not None  # set by of()
-        operators = self._torn[iteration]
-        slot = list(self._torn).index(iteration)  # one slot per snapshot: in memory, the buffer is the file
+        operators = self._incomplete[iteration]
+        slot = list(self._incomplete).index(iteration)  # one slot per snapshot: in memory, the buffer is the file
         snapshot = self._saver.take(slot, iteration, self._contents.share(operators), self._contents.entries(operators))
         snapshot.finalized.result()
         if self._tiers.memory is None:
@@ -95,24 +95,24 @@ class Repair:
         return store.is_publishable(iteration, [self._world.rank])
 
 
-class Folder:
+class GradientApplier:
     """Applier of saved gradients to this worker's state; communicates with no other worker."""
 
     def __init__(self, engine: Engine, reader: SnapshotReader):
         self._engine, self._reader = engine, reader
 
-    def fold(self, moment: ReplayPoint, manifests: Mapping[Key, Manifest]) -> Problem | None:
+    def apply(self, point: ReplayPoint, manifests: Mapping[Key, Manifest]) -> Problem | None:
         """Updates the loaded operators of a replay point by all of their gradients.
 
         Returns:
             A problem with a checkpoint, after which the state must be loaded again; or None.
         """
-        mine = self._reader.folded_at(moment)
-        steps = {one.key: one for name in mine for one in moment.folds[name]}
+        local_operators = self._reader.operators_to_update(point)
+        steps = {checkpoint.key: checkpoint for name in local_operators for checkpoint in point.gradients[name]}
         for number, key in enumerate(sorted(steps)):
             if number:
                 reach("folding")
-            before = {name: held for name in mine if (held := _before(moment, name, key)) is not None}
+            before = {name: previous for name in local_operators if (previous := _before(point, name, key)) is not None}
             try:
                 self._update(steps[key], before, manifests)
             except (CheckpointError, MissingTensorError, OSError) as error:
@@ -120,22 +120,25 @@ class Folder:
         return None
 
     def _update(
-        self, held: AvailableCheckpoint, before: Mapping[str, AvailableCheckpoint], manifests: Mapping[Key, Manifest]
+        self,
+        checkpoint: AvailableCheckpoint,
+        before: Mapping[str, AvailableCheckpoint],
+        manifests: Mapping[Key, Manifest],
     ) -> None:
         """Repeats the update of operators by a checkpoint's gradients; ``before`` has their previous checkpoints."""
-        record = record_of(manifests[held.key].state, self._reader.where(held))
+        record = record_of(manifests[checkpoint.key].state, self._reader.display_path(checkpoint))
         if record.skipped:
             return
-        counts = {name: manifests[one.key].operators[name].step for name, one in before.items()}
-        self._engine.state.set_steps({name: count for name, count in counts.items() if count is not None})
-        first = next(iter(before.values()))  # all are of one iteration
-        self._engine.load_scalars(manifests[first.key].state, self._reader.where(first))
-        self._engine.apply(record, self._reader.values(held, manifests[held.key]), before.keys())
+        update_counts = {name: manifests[previous.key].operators[name].step for name, previous in before.items()}
+        self._engine.state.set_steps({name: count for name, count in update_counts.items() if count is not None})
+        first_before = next(iter(before.values()))  # all are of one iteration
+        self._engine.load_scalars(manifests[first_before.key].state, self._reader.display_path(first_before))
+        self._engine.apply(record, self._reader.values(checkpoint, manifests[checkpoint.key]), before.keys())
 
 
-def _before(moment: ReplayPoint, operator: str, key: Key) -> AvailableCheckpoint | None:
+def _before(point: ReplayPoint, operator: str, key: Key) -> AvailableCheckpoint | None:
     """Returns the checkpoint that precedes checkpoint ``key`` in an operator's chain, if any."""
-    chain = [moment.sources[operator, MASTER], *moment.folds[operator]]
+    chain = [point.sources[operator, MASTER], *point.gradients[operator]]
     return next((before for before, after in zip(chain, chain[1:], strict=False) if after.key == key), None)
 
 
@@ -154,7 +157,7 @@ class Rebuilder:
     ):
         self._engine, self._world, self._state = engine, engine.world, engine.state
         self._reader, self._replayer, self._records, self._repair = reader, replayer, records, repair
-        self._folder, self._digests, self._log = Folder(engine, reader), digests, log
+        self._applier, self._digests, self._log = GradientApplier(engine, reader), digests, log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
         """Loads and replays by a plan, which is identical on all workers.
@@ -162,46 +165,51 @@ class Rebuilder:
         Returns:
             The manifests that this worker has read; and the damage by checkpoint, if any.
         """
-        if any(course.whole > course.begin for course in self._courses(plan)):
+        if any(stage_plan.complete_at > stage_plan.begin for stage_plan in self._stage_plans(plan)):
             check_freezing(self._state)
-        keeps, course = self._world.rank in plan.keep | plan.complete, plan.course(self._world.pipeline_rank)
-        course = None if keeps else course
-        manifests, fragments, bad = self._read(plan, course)
-        if bad:
-            return manifests, bad
-        if plan.way is not None and plan.way.base.tier != LIVE:
-            base = plan.way.base
-            self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1 or bool(plan.way.folds))
-            if plan.way.folds:  # refuse unsuitable state now: later it would count as damage
-                self._engine.load_scalars(manifests[base.key].state, self._reader.where(base))
-            self._log.message(f"loading snapshot {self._reader.where(base)}")
-        self._know_records(plan)
-        return manifests, self._follow(plan, course, manifests, fragments)
+        keeps_state, stage_plan = (
+            self._world.rank in plan.keep | plan.complete,
+            plan.stage_plan(self._world.pipeline_rank),
+        )
+        stage_plan = None if keeps_state else stage_plan
+        manifests, fragments, damage = self._read(plan, stage_plan)
+        if damage:
+            return manifests, damage
+        if plan.path is not None and plan.path.base.tier != LIVE:
+            base = plan.path.base
+            self._reader.check(base, manifests[base.key], window=len(plan.path.points) > 1 or bool(plan.path.gradients))
+            if plan.path.gradients:  # checked now: later, unsuitable state would count as damage
+                self._engine.load_scalars(manifests[base.key].state, self._reader.display_path(base))
+            self._log.message(f"loading snapshot {self._reader.display_path(base)}")
+        self._exchange_records(plan)
+        return manifests, self._follow(plan, stage_plan, manifests, fragments)
 
-    def tell(self, cut_off: bool = False) -> None:
-        """Reports replayed iterations; ``cut_off`` if another loss or a damaged snapshot ended the replay early."""
-        for one in self._replayer.repeated():
+    def report_replay(self, interrupted: bool = False) -> None:
+        """Reports replayed iterations; ``interrupted`` if another loss or a damaged snapshot ended the replay early."""
+        for step in self._replayer.unreported_steps():
             self._log.events.write(
                 "replay",
-                iteration=one.iteration,
-                seconds=one.seconds,
-                frozen=one.frozen,
-                workers=one.workers,
-                stages=one.stages,
-                loss=one.loss,
-                exact=one.exact,
-                cut_off=cut_off,
+                iteration=step.iteration,
+                seconds=step.seconds,
+                frozen=step.frozen,
+                workers=step.workers,
+                stages=step.stages,
+                loss=step.loss,
+                exact=step.exact,
+                cut_off=interrupted,
             )
-            if one.exact is False:
+            if step.exact is False:
                 self._log.message(
                     warning(
-                        f"replayed iteration {one.iteration} has {one.is_not}, so this run is not bit-identical to the "
-                        "original one. Fix: resume with the layout, the data and the flags of the original run",
+                        f"replayed iteration {step.iteration} has {step.difference}, so this run is not bit-identical "
+                        "to the original one. Fix: resume with the layout, the data and the flags of the original run",
                         code="replay-differs",
                     )
                 )
 
-    def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
+    def restore_non_tensor_state(
+        self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str
+    ) -> None:
         """Restores the non-tensor state that belongs to operators, after these are loaded.
 
         ``saved`` is the state in the snapshot that ``where`` names.  ``steps`` has, by operator, the updates that its
@@ -214,141 +222,149 @@ class Rebuilder:
             self._state.set_steps({name: steps.get(name, latest) for name in operators})
         self._engine.load_scalars(saved, where)
 
-    def _courses(self, plan: RecoveryPlan) -> list[Course]:
+    def _stage_plans(self, plan: RecoveryPlan) -> list[StagePlan]:
         """Returns the distinct stage plans."""
-        mine = plan.course(self._world.pipeline_rank)  # shared by all stages without their own stage plan
-        return list(plan.courses.values()) or ([] if mine is None else [mine])
+        shared_plan = plan.stage_plan(self._world.pipeline_rank)  # shared by all stages without their own stage plan
+        return list(plan.stage_plans.values()) or ([] if shared_plan is None else [shared_plan])
 
     def _read(
-        self, plan: RecoveryPlan, course: Course | None
+        self, plan: RecoveryPlan, stage_plan: StagePlan | None
     ) -> tuple[dict[Key, Manifest], dict[Key, list[Fragment]], dict[Key, Damage]]:
         """Returns manifests, this worker's tensor chunks by checkpoint, and the damage by checkpoint.
 
         A stage that continues its replay reads only the state that it lacks.  The other stages' checkpoint need not be
         in its node's memory.
         """
-        fragments = self._reader.fragments(course.way) if course is not None and course.way is not None else {}
+        fragments = (
+            self._reader.fragments(stage_plan.path) if stage_plan is not None and stage_plan.path is not None else {}
+        )
         self._reader.adopted.fetch(_in_memory(fragments))
         manifests, problem = {}, None
-        ways = [plan.way] if course is None or course.way is plan.way else [plan.way, course.way]
-        for way in filter(None, ways):
-            of_way, wrong = self._reader.manifests(way, fragments)
-            manifests, problem = manifests | of_way, problem or wrong
+        paths = [plan.path] if stage_plan is None or stage_plan.path is plan.path else [plan.path, stage_plan.path]
+        for path in filter(None, paths):
+            path_manifests, path_problem = self._reader.manifests(path, fragments)
+            manifests, problem = manifests | path_manifests, problem or path_problem
         return manifests, fragments, self._agree(problem)
 
     def _agree(self, problem: Problem | None) -> dict[Key, Damage]:
         """Returns, by checkpoint, the damage that any worker has found."""
-        found: dict[Key, Damage] = {}
+        damage: dict[Key, Damage] = {}
         for key, text, operators in filter(None, gather(problem)):
-            known = found.get(tuple(key), Damage(text, frozenset()))
-            lost = None if operators is None or known.operators is None else known.operators | set(operators)
-            found[tuple(key)] = Damage(known.text, lost)
-        return found
+            earlier = damage.get(tuple(key), Damage(text, frozenset()))
+            damaged = None if operators is None or earlier.operators is None else earlier.operators | set(operators)
+            damage[tuple(key)] = Damage(earlier.text, damaged)
+        return damage
 
-    def _know_records(self, plan: RecoveryPlan) -> None:
+    def _exchange_records(self, plan: RecoveryPlan) -> None:
         """Collects the step records of the replayed iterations from the workers that know them."""
-        wanted = set(range(plan.begin, plan.iteration + 1))
-        mine = wanted.intersection(self._records.iterations())
-        for record in (record for records in gather(self._records.of(sorted(mine))) for record in records):
+        needed = set(range(plan.begin, plan.iteration + 1))
+        local = needed.intersection(self._records.iterations())
+        for record in (record for records in gather(self._records.of(sorted(local))) for record in records):
             self._records.add(record)
 
     def _follow(
         self,
         plan: RecoveryPlan,
-        course: Course | None,
+        stage_plan: StagePlan | None,
         manifests: dict[Key, Manifest],
         fragments: dict[Key, list[Fragment]],
     ) -> dict[Key, Damage]:
-        with nothing_frozen_after(self._state):
-            if course is not None and self._world.rank in course.behind:
-                self._complete(course)
+        with unfreeze_on_exit(self._state):
+            if stage_plan is not None and self._world.rank in stage_plan.behind:
+                self._complete(stage_plan)
             for iteration in range(plan.begin, plan.iteration + 1):
-                if bad := self._load(plan, course, iteration, manifests, fragments):
-                    return bad
+                if damage := self._load(plan, stage_plan, iteration, manifests, fragments):
+                    return damage
                 if iteration < plan.iteration:
-                    self._go_by(plan, course, iteration, manifests)
+                    self._replay_next(plan, stage_plan, iteration, manifests)
         return {}
 
-    def _complete(self, course: Course) -> None:
+    def _complete(self, stage_plan: StagePlan) -> None:
         """Completes the iteration that others of this stage have completed: all must start from the same state."""
-        progress, lacking = self._replayer.progress, _lacking(course)
-        (record,) = self._records.of([course.begin])
-        assert progress.at is not None  # the state before the iteration is valid
-        position = progress.at.position.after(record)
-        self._state.freeze(lacking)
+        progress, frozen = self._replayer.progress, _frozen_at_start(stage_plan)
+        (record,) = self._records.of([stage_plan.begin])
+        assert progress.state is not None  # the state before the iteration is valid
+        position = progress.state.position.after(record)
+        self._state.freeze(frozen)
         progress.move_to(None)
         self._replayer.complete(record)
-        progress.move_to(Reached(position, frozenset(lacking)))
+        progress.move_to(ReplayState(position, frozenset(frozen)))
 
     def _load(
         self,
         plan: RecoveryPlan,
-        course: Course | None,
+        stage_plan: StagePlan | None,
         iteration: int,
         manifests: dict[Key, Manifest],
         fragments: dict[Key, list[Fragment]],
     ) -> dict[Key, Damage]:
         """Loads the state that any stage needs at an iteration; returns, by checkpoint, the damage on any worker."""
-        if all(one.moment(iteration) is None for one in self._courses(plan)):
+        if all(other_plan.point(iteration) is None for other_plan in self._stage_plans(plan)):
             return {}
-        mine = None if course is None else course.moment(iteration)
-        moment = mine or (plan.way and plan.way.moment(iteration))  # all workers verify the snapshot
-        bad = self._agree(moment and self._reader.fill(moment, manifests, fragments))
-        if not bad and moment is not None and moment.folds:
-            bad = self._agree(mine and self._folder.fold(mine, manifests))
-        if not bad:
-            loaded = () if moment is None else self._reader.loaded_at(moment)
-            give_to_other_stages(self._state, loaded, takes=mine is not None)
-        if mine is not None:
-            self._state.freeze(mine.frozen)
-            self._state.activate(mine.full)
-        return bad
+        local_point = None if stage_plan is None else stage_plan.point(iteration)
+        point = local_point or (plan.path and plan.path.point(iteration))  # all workers verify the snapshot
+        damage = self._agree(point and self._reader.fill(point, manifests, fragments))
+        if not damage and point is not None and point.gradients:
+            damage = self._agree(local_point and self._applier.apply(local_point, manifests))
+        if not damage:
+            loaded = () if point is None else self._reader.fragments_at(point)
+            give_to_other_stages(self._state, loaded, takes=local_point is not None)
+        if local_point is not None:
+            self._state.freeze(local_point.frozen)
+            self._state.activate(local_point.full)
+        return damage
 
-    def _go_by(self, plan: RecoveryPlan, course: Course | None, iteration: int, manifests: dict[Key, Manifest]) -> None:
+    def _replay_next(
+        self, plan: RecoveryPlan, stage_plan: StagePlan | None, iteration: int, manifests: dict[Key, Manifest]
+    ) -> None:
         """Replays or serves the iteration after this one."""
         stages = plan.computing(iteration + 1)
-        if course is None or iteration < course.begin:
+        if stage_plan is None or iteration < stage_plan.begin:
             self._replayer.serve(iteration + 1, stages)
             return
-        moment = course.moment(iteration)
-        if moment is not None:
-            assert course.way is not None  # the stage plan loads state
-            held = course.way.at(iteration)
-            here = manifests[held.key]
-            self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
-            position = position_of(here.state)
+        point = stage_plan.point(iteration)
+        if point is not None:
+            assert stage_plan.path is not None  # the stage plan loads state
+            checkpoint = stage_plan.path.checkpoint_at(iteration)
+            manifest = manifests[checkpoint.key]
+            self.restore_non_tensor_state(
+                manifest.state, steps_of(manifest), point.full, self._reader.display_path(checkpoint)
+            )
+            position = position_of(manifest.state)
         else:
-            at = self._replayer.progress.at
-            assert at is not None  # the previous state is valid
-            position = at.position
-            if iteration == course.begin:
+            state = self._replayer.progress.state
+            assert state is not None  # the previous state is valid
+            position = state.position
+            if iteration == stage_plan.begin:
                 self._state.gather_weights()
-        if iteration >= course.whole:
-            self._repair.comes_by(iteration)
-        record = self._record(course, iteration + 1, manifests)
+        if iteration >= stage_plan.complete_at:
+            self._repair.on_reached(iteration)
+        record = self._record(stage_plan, iteration + 1, manifests)
         self._replayer.compute(position, record, self._state.frozen, stages)
         if stages and iteration + 1 == self._digests.checks_before(plan.iteration):
             self._digests.replayed(iteration + 1, self._state.frozen)
 
-    def _record(self, course: Course, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
+    def _record(self, stage_plan: StagePlan, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
         """Returns the step record of an iteration; while snapshots are loaded, the next snapshot has it."""
-        if iteration > course.whole:
+        if iteration > stage_plan.complete_at:
             return self._records.of([iteration])[0]
-        assert course.way is not None  # the stage plan loads up to this iteration
-        held = course.way.at(iteration)
-        return record_of(manifests[held.key].state, self._reader.where(held))
+        assert stage_plan.path is not None  # the stage plan loads up to this iteration
+        checkpoint = stage_plan.path.checkpoint_at(iteration)
+        return record_of(manifests[checkpoint.key].state, self._reader.display_path(checkpoint))
 
 
 def _in_memory(fragments: Mapping[Key, Iterable[Fragment]]) -> dict[int, set[str]]:
     """Returns the operators of tensor chunks, by iteration of a snapshot in memory."""
     return {
-        iteration: {one.operator for one in there} for (iteration, tier), there in fragments.items() if tier == MEMORY
+        iteration: {fragment.operator for fragment in loaded}
+        for (iteration, tier), loaded in fragments.items()
+        if tier == MEMORY
     }
 
 
-def _lacking(course: Course) -> set[str]:
+def _frozen_at_start(stage_plan: StagePlan) -> set[str]:
     """Returns the operators that do not learn yet at the start of a stage plan."""
-    return set() if course.way is None else {name for moment in course.way.moments for name in moment.full}
+    return set() if stage_plan.path is None else {name for point in stage_plan.path.points for name in point.full}
 
 
 def position_of(saved: Mapping) -> Position:

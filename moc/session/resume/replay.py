@@ -39,7 +39,7 @@ from moc.state.record import Position, StepRecord, mean_loss
 from moc.store.errors import CheckpointError
 
 
-class Reached(NamedTuple):
+class ReplayState(NamedTuple):
     """State between two replayed iterations; ``frozen`` operators lag behind, not yet fully loaded before it."""
 
     position: Position
@@ -51,23 +51,23 @@ class ReplayProgress:
     """Progress of a worker's replay, kept if the loss of another stage interrupts it.
 
     Attributes:
-        at: current state; None if the state is not valid.
+        state: current state; None if the state is not valid.
         reduced: the worker also has the reduced gradients of the next iteration.
-        parts: replayed iterations not reported yet.
+        unreported: replayed iterations not reported yet.
     """
 
-    at: Reached | None = None
+    state: ReplayState | None = None
     reduced: bool = False
-    parts: list[_Part] = field(default_factory=list)
+    unreported: list[_WorkerStep] = field(default_factory=list)
 
-    def move_to(self, at: Reached | None) -> None:
+    def move_to(self, state: ReplayState | None) -> None:
         """Sets the state reached; None if it is not valid."""
-        self.at, self.reduced = at, False
+        self.state, self.reduced = state, False
 
     @property
-    def told(self) -> InterruptedReplay | None:
+    def interrupted(self) -> InterruptedReplay | None:
         """Returns the part of the progress that other workers need."""
-        return self.at and InterruptedReplay(self.at.position.iteration, self.at.frozen, self.reduced)
+        return self.state and InterruptedReplay(self.state.position.iteration, self.state.frozen, self.reduced)
 
 
 class ReplayedStep(NamedTuple):
@@ -81,7 +81,7 @@ class ReplayedStep(NamedTuple):
         stages: that replayed it while others served it; empty if all stages replayed it together.
         loss: as replayed; None unless every worker of the last stage replayed it and survives.
         exact: loss and learning rate equal the recorded ones; None without a loss.
-        is_not: replayed and recorded values, if not exact.
+        difference: replayed and recorded values, if not exact.
     """
 
     iteration: int
@@ -91,10 +91,10 @@ class ReplayedStep(NamedTuple):
     stages: tuple[int, ...]
     loss: float | None
     exact: bool | None
-    is_not: str = ""
+    difference: str = ""
 
 
-class _Part(NamedTuple):
+class _WorkerStep(NamedTuple):
     """One worker's results of a replayed iteration."""
 
     stage: int
@@ -129,16 +129,16 @@ class Replayer:
         it.
         """
         reach("replaying", record.iteration)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with self.engine.tap.replaying(stages):
-            completing = partial(self._completing, Reached(position.after(record), frozenset(frozen)))
+            completing = partial(self._completing, ReplayState(position.after(record), frozenset(frozen)))
             sums, rate = self.engine.replay(record, position, completing)
-        seconds, stage = time.perf_counter() - begun, self.engine.world.pipeline_rank
-        part = _Part(stage, frozenset(stages), len(frozen), seconds, rate, record, sums)
-        self.progress.parts.append(part)
+        seconds, stage = time.perf_counter() - start, self.engine.world.pipeline_rank
+        worker_step = _WorkerStep(stage, frozenset(stages), len(frozen), seconds, rate, record, sums)
+        self.progress.unreported.append(worker_step)
 
     @contextlib.contextmanager
-    def _completing(self, then: Reached) -> Iterator[None]:
+    def _completing(self, next_state: ReplayState) -> Iterator[None]:
         """Context of the update.
 
         No worker starts the update before its entire stage has the reduced gradients.  If a loss interrupts the stage
@@ -149,34 +149,34 @@ class Replayer:
         wait_for_stage(self.engine)
         self.progress.move_to(None)
         yield
-        self.progress.move_to(then)
+        self.progress.move_to(next_state)
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Sends this worker's output of an iteration to the stages that replay it."""
         self.engine.tap.serve(iteration, stages)
 
-    def repeated(self) -> list[ReplayedStep]:
+    def unreported_steps(self) -> list[ReplayedStep]:
         """Returns the replayed iterations not reported yet; a collective call."""
-        mine, self.progress.parts = self.progress.parts, []
-        parts: dict[int, list[_Part]] = defaultdict(list)
-        for part in (part for worker in gather(mine) for part in worker):
-            parts[part.record.iteration].append(part)
-        return [self._sum_up(iteration, of_workers) for iteration, of_workers in sorted(parts.items())]
+        local, self.progress.unreported = self.progress.unreported, []
+        by_iteration: dict[int, list[_WorkerStep]] = defaultdict(list)
+        for worker_step in (worker_step for worker in gather(local) for worker_step in worker):
+            by_iteration[worker_step.record.iteration].append(worker_step)
+        return [self._sum_up(iteration, worker_steps) for iteration, worker_steps in sorted(by_iteration.items())]
 
-    def _sum_up(self, iteration: int, parts: Sequence[_Part]) -> ReplayedStep:
-        world, (first, *_) = self.engine.world, parts
+    def _sum_up(self, iteration: int, worker_steps: Sequence[_WorkerStep]) -> ReplayedStep:
+        world, (any_step, *_) = self.engine.world, worker_steps
         loss = exact = None
-        is_not = ""
-        last = sum(part.stage == world.pipeline_size - 1 for part in parts)
-        if len(parts) == world.size or last == world.size // world.pipeline_size:
-            loss = mean_loss({name: math.fsum(part.sums[name] for part in parts) for name in first.sums})
-            exact = is_repeated(loss, first.rate, first.record)
+        difference = ""
+        last_stage_workers = sum(step.stage == world.pipeline_size - 1 for step in worker_steps)
+        if len(worker_steps) == world.size or last_stage_workers == world.size // world.pipeline_size:
+            loss = mean_loss({name: math.fsum(step.sums[name] for step in worker_steps) for name in any_step.sums})
+            exact = equals_record(loss, any_step.rate, any_step.record)
         if exact is False:
-            had = f"it had {first.record.loss} and {first.record.learning_rate}"
-            is_not = f"loss {loss} and learning rate {first.rate}; {had}"
-        stages = tuple(sorted(set().union(*(part.stages for part in parts))))
-        frozen, seconds = max(part.frozen for part in parts), max(part.seconds for part in parts)
-        return ReplayedStep(iteration, frozen, seconds, len(parts), stages, loss, exact, is_not)
+            recorded = f"it had {any_step.record.loss} and {any_step.record.learning_rate}"
+            difference = f"loss {loss} and learning rate {any_step.rate}; {recorded}"
+        stages = tuple(sorted(set().union(*(step.stages for step in worker_steps))))
+        frozen, seconds = max(step.frozen for step in worker_steps), max(step.seconds for step in worker_steps)
+        return ReplayedStep(iteration, frozen, seconds, len(worker_steps), stages, loss, exact, difference)
 
 
 def wait_for_stage(engine: Engine) -> None:
@@ -185,7 +185,7 @@ def wait_for_stage(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def nothing_frozen_after(state: TrainingState) -> Iterator[None]:
+def unfreeze_on_exit(state: TrainingState) -> Iterator[None]:
     """Activates all frozen operators on exit, also after an error."""
     try:
         yield
@@ -204,7 +204,7 @@ def check_freezing(state: TrainingState) -> None:
 
 def _freeze_one_by_one(state: TrainingState) -> None:
     try:
-        with nothing_frozen_after(state):
+        with unfreeze_on_exit(state):
             for operator in state.operators():
                 state.freeze([operator])
                 state.activate([operator])
@@ -226,7 +226,7 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
     return decode.convert(saved["record"], StepRecord)
 
 
-def is_repeated(loss: float, rate: float, record: StepRecord) -> bool:
+def equals_record(loss: float, rate: float, record: StepRecord) -> bool:
     """Whether a replayed iteration equals its record in loss and learning rate."""
     same_loss = loss == record.loss or (math.isnan(loss) and math.isnan(record.loss))
     return same_loss and rate == record.learning_rate

@@ -9,8 +9,8 @@ import functools
 from moc.background import within
 from moc.errors import warning
 from moc.policy import recovers_exactly
-from moc.recovery.expert_versions import Carrier
-from moc.recovery.inventory import experts_staying, in_storage_alone, is_of, newest_full, staying
+from moc.recovery.expert_versions import ExpertVersions
+from moc.recovery.inventory import is_planned_by, newest_full, retained_checkpoints, retained_experts, storage_suffices
 from moc.recovery.plan import still_needed
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
@@ -19,7 +19,7 @@ from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
 from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.point import NoRecoveryPoint, ResumePoint
-from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
+from moc.session.resume.survivors import LocalRemains, Survivors, commit_saved_snapshots, survivors
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
@@ -57,7 +57,7 @@ def resume(
     """
     _discard_changed(engine, remains, log)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
-    if left.again:
+    if left.has_trained:
         only = None
     if only is not None:
         look = functools.partial(has_gone_back, parts.tiers, only)
@@ -65,7 +65,7 @@ def resume(
             log.message(f"an earlier launch went back to iteration {only}: the run continues from its newest snapshot")
             only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
-    publish = functools.partial(publish_what_is_whole, left, parts.tiers, parts.committer.commit_reported, parts.world)
+    publish = functools.partial(commit_saved_snapshots, left, parts.tiers, parts.committer.commit_reported, parts.world)
     if parts.tiers.memory is not None:  # in storage, the loader does it
         publish()
     if parts.peers is not None:
@@ -77,7 +77,7 @@ def resume(
     # storage that nothing was read from is not waited for
     dense = functools.cache(lambda: elsewhere.newest(None if loader.has_listed_storage else LOOKING_S, run))
     loaded = loader.load(held, newest_dense=dense, left=left, mine=mine)
-    if left.again and not loaded:  # workers that start over do not use old snapshots
+    if left.has_trained and not loaded:  # workers that start over do not use old snapshots
         _tidy_up(parts, ResumePoint(Position(dense() or 0)))
     if mine is not None and not loaded:
         raise NoRecoveryPoint
@@ -85,15 +85,15 @@ def resume(
         if parts.tiers.memory is not None:
             publish()
         loaded = dataclasses.replace(loaded, held=loader.find_again(left))
-    if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
+    if loaded and loader.adopted.foreign_iterations:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
-    if not left.again:
+    if not left.has_trained:
         elsewhere.check(start.position.iteration, run)
     if parts.tokens is not None and not loaded:
-        parts.tokens.starts_at(start.position.iteration)
+        parts.tokens.start_at(start.position.iteration)
     if parts.peers is not None:
-        older = parts.peers.goes_on_from(start.in_memory, log, start.experts, loaded.plan.way if loaded else None)
+        older = parts.peers.continue_from(start.in_memory, log, start.experts, loaded.plan.path if loaded else None)
         start = dataclasses.replace(start, experts=older)
     leads, node = parts.tiers.leads_node, parts.tiers.node
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
@@ -147,8 +147,8 @@ def _reduce_superseded(parts: Components) -> None:
     tiers = parts.tiers
     if tiers.memory is None or recovers_exactly(parts.policy):
         return
-    carrier = Carrier(tiers.memory, ())
-    told = gather(carrier.whole() if tiers.leads_node else None)
+    carrier = ExpertVersions(tiers.memory, ())
+    told = gather(carrier.unreduced() if tiers.leads_node else None)
     there = [whole for whole in told if whole]
     newest = max(set.intersection(*there), default=0) if there else 0
     run_on_all(lambda: carrier.reduce(newest) if tiers.leads_node else None, "cannot give up old snapshots")
@@ -159,21 +159,23 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
     window = policy.schedule.current_window(at)
-    there = staying(loaded.held, policy.operators, recovers_exactly(policy), tier, at, window)
-    if not there.goes_on:
+    there = retained_checkpoints(loaded.held, policy.operators, recovers_exactly(policy), tier, at, window)
+    if not there.continues_window:
         policy.schedule.restart_window()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
     if recovers_exactly(policy):
-        stays = experts_staying((), there.in_memory, at)
+        stays = retained_experts((), there.in_memory, at)
     else:
-        way = loaded.plan.way
+        way = loaded.plan.path
         assert way is not None  # only exact policies resume without a recovery path
-        stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
+        stays = retained_experts(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.recovery.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
+        policy.recovery.on_resume(in_order and is_planned_by(policy, way), storage_suffices(loaded.held, policy))
         policy.storage.on_inventory(newest_full(stored))
     kept = (there.newest, there.in_memory, *stays)
-    return ResumePoint(loaded.position, loaded.record, *kept, again=there.again, stored=stored, begun=begun)
+    return ResumePoint(
+        loaded.position, loaded.record, *kept, repeated_plan=there.repeated_plan, stored=stored, started_snapshots=begun
+    )
 
 
 def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:
@@ -205,5 +207,5 @@ def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
                 tiers.memory.move(other, before)
             elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
-        Carrier(tiers.memory, ()).delete()
+        ExpertVersions(tiers.memory, ()).delete()
         tiers.memory.remove_unpublished()

@@ -94,11 +94,11 @@ class Survivors:
     """State of all surviving workers.
 
     Attributes:
-        again: the job has trained already, if only in workers that are lost.
+        has_trained: the job has trained already, if only in workers that are lost.
         live: by rank, the iteration of its state; new workers have none.
         states: by iteration, the non-tensor state, from the first worker that has it.
         begun: by iteration, recent snapshots that a lost worker may not have saved or committed.
-        pieces: by rank and operator, the name of its local chunks: see :class:`moc.recovery.plan.JobInventory`.
+        chunk_ids: by rank and operator, the name of its local chunks: see :class:`moc.recovery.plan.JobInventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
@@ -107,11 +107,11 @@ class Survivors:
         lacking: by rank, operators whose state it lacks, though it has the others.
     """
 
-    again: bool = False
+    has_trained: bool = False
     live: Mapping[int, int] = field(default_factory=dict)
     states: Mapping[int, dict] = field(default_factory=dict)
     begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
-    pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    chunk_ids: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     logs: Logs | None = None
     reduced: Mapping[int, int] = field(default_factory=dict)
@@ -122,83 +122,93 @@ class Survivors:
     def only(self, ranks: Collection[int]) -> Survivors:
         """Returns a copy with state only on these ranks, and without replay progress."""
         logs = self.logs and replace(self.logs, replayed={})
-        return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks}, logs=logs)
+        return replace(
+            self, live={rank: iteration for rank, iteration in self.live.items() if rank in ranks}, logs=logs
+        )
 
     def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
         """Returns a copy without the damaged logs, given as iterations by rank."""
         assert self.logs is not None  # they are damaged
-        kept = {rank: set(there) - set(damaged.get(rank, ())) for rank, there in self.logs.kept.items()}
-        return replace(self, logs=replace(self.logs, kept=kept))
+        logged = {rank: set(iterations) - set(damaged.get(rank, ())) for rank, iterations in self.logs.kept.items()}
+        return replace(self, logs=replace(self.logs, kept=logged))
 
 
 def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     """Exchanges the surviving state of each worker; a collective call."""
     world = engine.world
     own = remains.live if remains.trained else None
-    at = own.position.iteration if own is not None else None
-    told = gather((remains.trained, at, engine.reduced, remains.lacking, remains.workers))
-    again = any(trained for trained, *_ in told)
-    live = {rank: iteration for rank, (_, iteration, *_) in enumerate(told) if iteration is not None}
-    resized = any(workers not in (0, world.size) for *_, workers in told)
-    begun = _of_first(remains.begun if remains.trained and not resized else {}, world)
-    first = next((rank for rank, (trained, *_) in enumerate(told) if trained), None)
-    stored = next(filter(None, gather(remains.stored if world.rank == first else ())), ())
+    own_iteration = own.position.iteration if own is not None else None
+    reports = gather((remains.trained, own_iteration, engine.reduced, remains.lacking, remains.workers))
+    has_trained = any(trained for trained, *_ in reports)
+    live = {rank: iteration for rank, (_, iteration, *_) in enumerate(reports) if iteration is not None}
+    resized = any(workers not in (0, world.size) for *_, workers in reports)
+    started = _started_by_first(remains.begun if remains.trained and not resized else {}, world)
+    first_trained = next((rank for rank, (trained, *_) in enumerate(reports) if trained), None)
+    stored = next(filter(None, gather(remains.stored if world.rank == first_trained else ())), ())
     if not live:
-        return Survivors(again, begun=begun, resized=resized, stored=stored)
-    speaks = own is not None and world.rank == min(rank for rank, other in live.items() if other == at)
-    states = dict(one for one in gather((at, own.state) if own is not None and speaks else None) if one is not None)
+        return Survivors(has_trained, begun=started, resized=resized, stored=stored)
+    contributes = own is not None and world.rank == min(
+        rank for rank, rank_iteration in live.items() if rank_iteration == own_iteration
+    )
+    states = dict(
+        entry
+        for entry in gather((own_iteration, own.state) if own is not None and contributes else None)
+        if entry is not None
+    )
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
     for rank, counted in enumerate(gather(engine.state.steps())):
         if rank in live:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
-    held = dict(enumerate(gather(part_ids(engine.state))))
-    reduced = {rank: iteration for rank, (_, _, iteration, *_) in enumerate(told) if iteration is not None}
-    lacking = {rank: names for rank, (*_, names, _) in enumerate(told) if names}
-    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized, stored, lacking)
+    chunk_ids = dict(enumerate(gather(part_ids(engine.state))))
+    reduced = {rank: iteration for rank, (_, _, iteration, *_) in enumerate(reports) if iteration is not None}
+    lacking = {rank: names for rank, (*_, names, _) in enumerate(reports) if names}
+    return Survivors(has_trained, live, states, started, chunk_ids, steps, logs, reduced, resized, stored, lacking)
 
 
-def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:
+def _started_by_first(local: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:
     """Returns, by iteration, the started snapshot of the first worker that knows one."""
-    has = list(enumerate(gather(sorted(mine))))
-    first = {iteration: rank for rank, iterations in reversed(has) for iteration in iterations}
-    told = gather({iteration: mine[iteration] for iteration, rank in first.items() if rank == world.rank})
-    return {iteration: begun for one in told for iteration, begun in one.items()}
+    known_by_rank = list(enumerate(gather(sorted(local))))
+    first = {iteration: rank for rank, iterations in reversed(known_by_rank) for iteration in iterations}
+    contributions = gather({iteration: local[iteration] for iteration, rank in first.items() if rank == world.rank})
+    return {iteration: snapshot for contribution in contributions for iteration, snapshot in contribution.items()}
 
 
 def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
-    mine = engine.world.pipeline_rank, engine.tap.kept(), engine.reduced, progress.told, records.iterations()
-    stages, kept, reduced, replayed, known = (dict(enumerate(told)) for told in zip(*gather(mine), strict=True))
+    local = engine.world.pipeline_rank, engine.tap.kept(), engine.reduced, progress.interrupted, records.iterations()
+    stages, kept, reduced, replayed, recorded = (
+        dict(enumerate(by_rank)) for by_rank in zip(*gather(local), strict=True)
+    )
     return Logs(
         stages=stages,
         feeds=engine.tap.feeds,
         kept=kept,
         reduced={rank: iteration for rank, iteration in reduced.items() if iteration is not None},
-        records=set().union(*known.values()),
+        records=set().union(*recorded.values()),
         replayed={rank: state for rank, state in replayed.items() if state is not None},
     )
 
 
-def publish_what_is_whole(left: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
+def commit_saved_snapshots(survivor_state: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
     """Commits snapshots that every worker, including lost ones, had saved before the loss; a collective call.
 
     A snapshot is committed once the all-reduce of the next iteration reports that all have copied it.  If that
     all-reduce was interrupted, or the committing worker is lost, the reports of the parts prove the snapshot complete.
     The job then need not use an earlier one.  Parts of another number of workers prove nothing.
     """
-    if left.resized:
+    if survivor_state.resized:
         return
     store, ranks = (tiers.storage, range(world.size)) if tiers.memory is None else (tiers.memory, tiers.node)
-    publishes = world.rank == 0 if tiers.memory is None else tiers.leads_node
+    commits = world.rank == 0 if tiers.memory is None else tiers.leads_node
 
-    def publish(iteration: int, state: dict) -> None:
-        if publishes and iteration not in store.iterations():
+    def commit_once(iteration: int, state: dict) -> None:
+        if commits and iteration not in store.iterations():
             commit(store, iteration, state, ranks)
 
-    begun = {iteration: one.state for iteration, one in left.begun.items()}
-    for iteration, state in sorted({**left.states, **begun}.items()):
-        if all(gather(not publishes or store.is_publishable(iteration, ranks))):
-            run_on_all(partial(publish, iteration, state), "cannot publish what all workers had saved")
+    started = {iteration: snapshot.state for iteration, snapshot in survivor_state.begun.items()}
+    for iteration, state in sorted({**survivor_state.states, **started}.items()):
+        if all(gather(not commits or store.is_publishable(iteration, ranks))):
+            run_on_all(partial(commit_once, iteration, state), "cannot publish what all workers had saved")
 
 
 class Box(NamedTuple):

@@ -19,11 +19,11 @@ from moc.background import GivenUpError, background, with_retries
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.inventory import COPIED, retain, whole_in
+from moc.recovery.inventory import COPIED, merge_complete, retain
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.runtime.job import World
 from moc.session.engine import Listener
-from moc.session.peers import Copied
+from moc.session.peers import CopyOutcome
 from moc.session.tiers import Tiers
 from moc.snapshot.saver import Snapshot
 from moc.state.operators import Region, operator_of
@@ -53,7 +53,7 @@ class SnapshotInProgress:
     storage: SnapshotPlan | None
     state: dict
     snapshot: Snapshot
-    replicated: Future[Copied] | None = None
+    replicated: Future[CopyOutcome] | None = None
     committed: Future[None] | None = None
 
     @property
@@ -98,7 +98,7 @@ class Failure:
         return self.reason
 
     @contextlib.contextmanager
-    def remembering(self) -> Iterator[None]:
+    def recording_errors(self) -> Iterator[None]:
         """Context for operations of this worker alone, whose errors must reach all workers."""
         try:
             yield
@@ -129,15 +129,17 @@ class Committer:
         self._pending: list[Future] = []
         self._to_remove: set[int] = set()  # abandoned snapshots that may have files in storage
 
-    def commit_in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
-        """Commits the parts of this node's workers in its memory before returning; ``mine`` is this worker's part.
+    def commit_in_memory(self, plan: SnapshotPlan, state: dict, local_report: RankReport) -> None:
+        """Commits the parts of this node's workers in its memory before returning.
+
+        ``local_report`` describes this worker's part.
 
         Raises:
             CheckpointError: a part is missing, or the manifest cannot be written.
         """
         assert self._tiers.memory is not None  # callers have a memory tier
         state = state | replicas_entry(plan.operators, self._replicas)
-        self._commit(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
+        self._commit(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: local_report})
 
     def commit_reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
         """Commits the parts that ranks have reported, whatever the plan was, before returning.
@@ -171,13 +173,13 @@ class Committer:
 
     def in_background(self, action: Callable[..., None], *args) -> Future:
         """Starts a storage operation once all earlier ones, also of earlier generations, have ended."""
-        begun = self._thread.submit(action, *args)
-        self._pending = [*(one for one in self._pending if not one.done()), begun]
-        return begun
+        future = self._thread.submit(action, *args)
+        self._pending = [*(pending for pending in self._pending if not pending.done()), future]
+        return future
 
     def close(self, patience: float = 0.0) -> None:
         """Abandons work that does not complete within ``patience`` seconds; it is not committed afterwards."""
-        wait([one for one in self._pending if not one.cancel()], timeout=patience)
+        wait([future for future in self._pending if not future.cancel()], timeout=patience)
         self._abandoned.set()
 
     def _remove(self, iteration: int) -> None:
@@ -199,13 +201,13 @@ class Committer:
     def _commit_in_storage(
         self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float]
     ) -> None:
-        begun, storage = time.perf_counter(), self._tiers.storage
+        start, storage = time.perf_counter(), self._tiers.storage
         commit = functools.partial(self._commit, storage, plan, state, range(self._world.size))
         with_retries(commit, pauses_s, self._abandoned)
         reach("committed")
         if plan.ends_window:
             self._retain(plan.iteration)
-        publish_s = time.perf_counter() - begun
+        publish_s = time.perf_counter() - start
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
         self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.storage.name}")
 
@@ -234,10 +236,10 @@ class Committer:
         plan: SnapshotPlan,
         state: dict,
         ranks: Iterable[int],
-        known: Mapping[int, RankReport] = MappingProxyType({}),
+        local_reports: Mapping[int, RankReport] = MappingProxyType({}),
     ) -> None:
         try:
-            parts = store.read_reports(plan.iteration, ranks, known)
+            parts = store.read_reports(plan.iteration, ranks, local_reports)
             planned = [self._operators[name] for name in plan.operators]
             manifest = assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state)
             self._check_abandoned()
@@ -268,7 +270,7 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
         CheckpointError: on all workers: a snapshot cannot be read or written.
     """
     for iteration in iterations:
-        _copy_one(iteration, tiers, policy)
+        _copy_snapshot(iteration, tiers, policy)
     run_on_rank0(
         lambda: retain(
             tiers.storage, policy.operators, recovers_exactly(policy), keep=tiers.keep, upto=max(iterations)
@@ -277,10 +279,10 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     )
 
 
-def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
+def _copy_snapshot(iteration: int, tiers: Tiers, policy: Policy) -> None:
     manifest, replicated, me = None, set(), tiers.node[0]
 
-    def look() -> None:
+    def read_manifest() -> None:
         nonlocal manifest, replicated
         if tiers.leads_node:
             assert tiers.memory is not None  # the source of the copy
@@ -292,24 +294,24 @@ def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
         if manifest is not None:
             assert tiers.memory is not None
             if replicated:
-                manifest = _copy_boxes(
-                    tiers.memory, manifest, lambda box: first.get(_key(box), me) == me, tiers.storage
+                manifest = _copy_chunks(
+                    tiers.memory, manifest, lambda chunk: first_rank.get(_key(chunk), me) == me, tiers.storage
                 )
             else:
                 tiers.memory.copy_files(manifest, tiers.storage)
 
-    run_on_all(look, "cannot read a snapshot in memory")
-    first: dict[_Key, int] = {}
+    run_on_all(read_manifest, "cannot read a snapshot in memory")
+    first_rank: dict[_Key, int] = {}
     for rank, keys in enumerate(gather(replicated)):
-        first = dict.fromkeys(keys, rank) | first
+        first_rank = dict.fromkeys(keys, rank) | first_rank
     run_on_all(copy, "cannot write a snapshot to storage")
-    manifests = [found for found in gather(manifest) if found is not None]
-    operators, why = policy.operators, "cannot publish a snapshot in storage"
-    run_on_rank0(lambda: tiers.storage.publish(whole_in(operators, manifests)), why)
+    manifests = [node_manifest for node_manifest in gather(manifest) if node_manifest is not None]
+    operators, problem = policy.operators, "cannot publish a snapshot in storage"
+    run_on_rank0(lambda: tiers.storage.publish(merge_complete(operators, manifests)), problem)
 
 
-def _key(box: StoredBox) -> _Key:
-    return _Key(box.name, box.slot, box.region)
+def _key(chunk: StoredBox) -> _Key:
+    return _Key(chunk.name, chunk.slot, chunk.region)
 
 
 def _replicated(store: Store, manifest: Manifest) -> set[_Key]:
@@ -317,24 +319,24 @@ def _replicated(store: Store, manifest: Manifest) -> set[_Key]:
     if not (names := manifest.replica_counts.keys()):
         return set()
     blobs = (store.open_verified(manifest.iteration, name, entry) for name, entry in manifest.files.items())
-    boxes = (box for blob in blobs for box in read_boxes(blob.name, blob.size, blob.read))
-    return {_key(box) for box in boxes if operator_of(box.name) in names}
+    chunks = (chunk for blob in blobs for chunk in read_boxes(blob.name, blob.size, blob.read))
+    return {_key(chunk) for chunk in chunks if operator_of(chunk.name) in names}
 
 
-def _copy_boxes(store: Store, manifest: Manifest, keeps: Callable[[StoredBox], bool], target: Store) -> Manifest:
-    """Copies the tensor chunks of a snapshot that ``keeps`` selects; returns the manifest of the copy."""
+def _copy_chunks(store: Store, manifest: Manifest, selects: Callable[[StoredBox], bool], target: Store) -> Manifest:
+    """Copies the tensor chunks of a snapshot that ``selects`` selects; returns the manifest of the copy."""
     elements: dict[str, Counter[str]] = defaultdict(Counter)
     files: dict[str, FileEntry] = {}
     for name, entry in manifest.files.items():
         blob = store.open_verified(manifest.iteration, name, entry)
         header = bytes(blob.read(0, entry.header_bytes))
-        for box in filter(keeps, read_boxes(name, entry.bytes, blob.read)):
-            elements[operator_of(box.name)][box.slot] += box.region.numel
-        found = extract_sub_file(name, entry, header, keeps) or _nothing()
-        pieces = ((i, min(i + _CHUNK, stop)) for start, stop in found.spans for i in range(start, stop, _CHUNK))
-        content = itertools.chain([found.header], (blob.read(*piece) for piece in pieces))
+        for chunk in filter(selects, read_boxes(name, entry.bytes, blob.read)):
+            elements[operator_of(chunk.name)][chunk.slot] += chunk.region.numel
+        sub_file = extract_sub_file(name, entry, header, selects) or _empty_sub_file()
+        ranges = ((i, min(i + _CHUNK, stop)) for start, stop in sub_file.spans for i in range(start, stop, _CHUNK))
+        content = itertools.chain([sub_file.header], (blob.read(*byte_range) for byte_range in ranges))
         target.storage.write(f"{checkpoint_name(manifest.iteration)}/{name}", content, is_durable=False)
-        files[name] = found.entry
+        files[name] = sub_file.entry
     operators = {
         name: dataclasses.replace(entry, elements=dict(elements[name]))
         for name, entry in manifest.operators.items()
@@ -344,7 +346,7 @@ def _copy_boxes(store: Store, manifest: Manifest, keeps: Callable[[StoredBox], b
     return dataclasses.replace(manifest, files=files, operators=operators, state=state)
 
 
-def _nothing() -> SubFile:
+def _empty_sub_file() -> SubFile:
     layout: FileLayout = FileLayout(())
     header = layout.header(())
     return SubFile(header, [], FileEntry(layout.nbytes, len(header), compute_digest(header)))

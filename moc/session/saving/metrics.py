@@ -38,32 +38,32 @@ class Meter:
         # of this worker, until the next commit all-reduce
         self._iteration_s = self._stall_s = self._compute_s = self._bubble_s = 0.0
         self._started = self._busy = False
-        self._begun_at = self._reduced_at = time.perf_counter()
+        self._started_at = self._reduced_at = time.perf_counter()
         self._received = ObservedIteration(0.0)  # means over workers since the last iteration
-        self._seen: ObservedIteration | None = None  # complete measurements of an iteration
+        self._observed: ObservedIteration | None = None  # complete measurements of an iteration
 
-    def completed(self, begun: float) -> ObservedIteration | None:
-        """Records the end of an iteration that began at ``begun`` (``time.perf_counter``).
+    def completed(self, start: float) -> ObservedIteration | None:
+        """Records the end of an iteration that began at ``start`` (``time.perf_counter``).
 
         Returns:
             The measurements of the previous iteration, if known and not returned yet.
         """
-        self._begun_at, self._compute_s = begun, max(0.0, self._reduced_at - begun)
+        self._started_at, self._compute_s = start, max(0.0, self._reduced_at - start)
         self._bubble_s = self._waited()
-        seen, self._seen = self._seen, None
-        return seen
+        observed, self._observed = self._observed, None
+        return observed
 
-    def ended(self, started: bool, busy: bool) -> None:
+    def on_iteration_end(self, started: bool, busy: bool) -> None:
         """Records the end of all work of the iteration, and whether a snapshot ``started`` or is pending (``busy``)."""
         self._started, self._busy = started, busy
-        self._iteration_s = time.perf_counter() - self._begun_at
+        self._iteration_s = time.perf_counter() - self._started_at
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
         """Context of training's waits for snapshots."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self._stall_s += time.perf_counter() - begun
+        self._stall_s += time.perf_counter() - start
 
     def contribution(self) -> dict[str, float]:
         """Returns this worker's times; see :class:`moc.session.engine.CommitParticipant`."""
@@ -109,7 +109,7 @@ class Meter:
         """
         if not totals["snapshot_iteration_s"]:
             return None
-        self._seen = dataclasses.replace(
+        self._observed = dataclasses.replace(
             self._received,
             iteration_s=totals["snapshot_iteration_s"] / self._size,
             snapshot_started=self._started,
@@ -118,7 +118,7 @@ class Meter:
             bubble_s=totals["snapshot_bubble_s"] / self._size,
         )
         self._received = ObservedIteration(0.0)
-        return self._seen.iteration_s
+        return self._observed.iteration_s
 
     def _mean(self, totals: Mapping[str, float], amount: str, seconds: str) -> Transfer:
         return Transfer(totals[amount] / self._size, totals[seconds] / self._size)
@@ -128,9 +128,9 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     """Wraps a method of a report so that its errors do not end training."""
 
     @functools.wraps(method)
-    def reporting(self: SnapshotReport, *given, **named) -> None:
+    def reporting(self: SnapshotReport, *args, **kwargs) -> None:
         with self.harmless():
-            method(self, *given, **named)
+            method(self, *args, **kwargs)
 
     return reporting
 
@@ -150,7 +150,7 @@ class SnapshotReport:
         self.gauges: dict[str, float] = {}
         """Gauges of copies in the pipeline's bubbles; empty without bubbles."""
         self._boosted = False
-        self._no_room, self._no_copies = Trouble(), Trouble()
+        self._memory_short, self._copies_short = Trouble(), Trouble()
 
     @_harmless
     def trained(self, seconds: float, bubble_s: float) -> None:
@@ -171,9 +171,9 @@ class SnapshotReport:
         """Reports once, before training, the expected cost of a fault under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
-        if (found := policy.report.fault_cost(settings.train_iters, in_memory, persists)) is None:
+        if (cost := policy.report.fault_cost(settings.train_iters, in_memory, persists)) is None:
             return
-        text, fields = found
+        text, fields = cost
         self._log.message(text)
         self._log.events.write("expected", **fields)
 
@@ -193,12 +193,14 @@ class SnapshotReport:
         )
 
     @_harmless
-    def window_limited(self, iteration: int, wanted: int, length: int) -> None:
+    def window_limited(self, iteration: int, requested: int, length: int) -> None:
         """Reports that memory limits the length of windows; warns once for each limit."""
-        self._log.events.write("window_limited", iteration=iteration, wanted=wanted, length=length)
-        why = f"a window of {wanted} iterations does not fit into the memory for snapshots, and windows have {length}"
+        self._log.events.write("window_limited", iteration=iteration, wanted=requested, length=length)
+        problem = (
+            f"a window of {requested} iterations does not fit into the memory for snapshots, and windows have {length}"
+        )
         fix = "free memory, enlarge the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
-        self._log.message(warning(f"{why}. Fix: {fix}", code="memory-full"))
+        self._log.message(warning(f"{problem}. Fix: {fix}", code="memory-full"))
 
     @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
@@ -213,10 +215,10 @@ class SnapshotReport:
     @_harmless
     def at_risk(self, iteration: int, policy: Policy, tokens: TokenTracker, train_iters: int) -> None:
         """Warns once if the next fault would lose too many tokens."""
-        if self._has_warned or (found := policy.report.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
+        if self._has_warned or (risk := policy.report.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
             return
         self._has_warned = True
-        text, fields = found
+        text, fields = risk
         self._log.message(f"WARNING: {text}")
         self._log.events.write("at_risk", iteration=iteration, **fields)
 
@@ -227,10 +229,10 @@ class SnapshotReport:
         if debt is None or boosted == self._boosted:
             return
         self._boosted = boosted
-        tokens, made_up = debt.totals
-        left = f"; they have {debt.left} iterations left for it" if boosted else ""
-        self._log.message(f"experts have made up {made_up} of {tokens} lost tokens by more capacity{left}")
-        fields = dict(boosted=boosted, tokens=tokens, made_up=made_up, left=debt.left)
+        tokens, compensated = debt.totals
+        remaining = f"; they have {debt.left} iterations left for it" if boosted else ""
+        self._log.message(f"experts have made up {compensated} of {tokens} lost tokens by more capacity{remaining}")
+        fields = dict(boosted=boosted, tokens=tokens, made_up=compensated, left=debt.left)
         self._log.events.write("boost", iteration=iteration, **fields)
 
     @_harmless
@@ -256,7 +258,7 @@ class SnapshotReport:
     def abandoned(self, iteration: int, reason: str) -> None:
         """Reports that a worker lacked memory for a snapshot; warns at most once a minute."""
         self._log.events.write("abandoned", iteration=iteration, reason=reason)
-        if self._no_room.failed():
+        if self._memory_short.failed():
             self._log.message(
                 warning(
                     f"the snapshot of iteration {iteration} is abandoned ({cause_of(reason)}). The one before it "
@@ -267,12 +269,12 @@ class SnapshotReport:
             )
 
     @_harmless
-    def replicated(self, iteration: int, amount: int, alike: int, seconds: float) -> None:
+    def replicated(self, iteration: int, amount: int, identical: int, seconds: float) -> None:
         """Reports that all copies of a snapshot are complete: bytes over all nodes, and mean seconds of a node.
 
-        ``alike`` further bytes were not sent, because the receiving nodes have identical replicas.
+        ``identical`` further bytes were not sent, because the receiving nodes have identical replicas.
         """
-        not_sent = {"not_sent_bytes": alike} if alike else {}
+        not_sent = {"not_sent_bytes": identical} if identical else {}
         self._log.events.write("replicate", iteration=iteration, bytes=amount, **not_sent, replicate_s=seconds)
 
     @_harmless
@@ -280,7 +282,7 @@ class SnapshotReport:
         """Reports that nodes lack memory for copies; warns at most once a minute."""
         for reason in reasons:
             self._log.events.write("copy_missing", iteration=iteration, reason=reason)
-        if self._no_copies.failed():
+        if self._copies_short.failed():
             self._log.message(
                 warning(
                     f"the snapshot of iteration {iteration} has {counted(len(reasons), 'copy')} less "
@@ -295,7 +297,7 @@ class SnapshotReport:
         self._log.events.write("save_retried", iteration=iteration, writes=writes)
 
     @_harmless
-    def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:
+    def replicas_differ(self, iteration: int, reasons: Sequence[str]) -> None:
         """Reports nodes whose replicas are not identical, so that the state was sent; warns the first time."""
         for reason in reasons:
             self._log.events.write("not_alike", iteration=iteration, reason=reason)
@@ -304,15 +306,16 @@ class SnapshotReport:
         self._has_warned_of_differences = True
 
     @_harmless
-    def folded(self, iteration: int, totals: Mapping[str, float]) -> None:
+    def background_updates(self, iteration: int, totals: Mapping[str, float]) -> None:
         """Reports the results of all background optimizers since the last report."""
-        counts = {name: int(totals[name]) for name in ("folded", "gradients", "equal", "differing")}
-        self._log.events.write("fold", iteration=iteration, **counts, seconds=totals["seconds"])
-        if counts["differing"]:
+        fields = {name: int(totals[name]) for name in ("folded", "gradients", "equal", "differing")}
+        self._log.events.write("fold", iteration=iteration, **fields, seconds=totals["seconds"])
+        differing = fields["differing"]
+        if differing:
             self._log.message(
                 warning(
                     "applying gradients in the background does not reproduce the bits of training for "
-                    f"{counts['differing']} experts, so recoveries apply all gradients from now on. Fix: choose "
+                    f"{differing} experts, so recoveries apply all gradients from now on. Fix: choose "
                     "--selective-fold recovery",
                     code="fold-differs",
                 )

@@ -87,20 +87,20 @@ class Stages:
 
     def progress(self) -> dict[str, float]:
         """Returns this worker's entries of the commit all-reduce, by position; :func:`totals_at` is the inverse."""
-        each = [stage.progress() for stage in self]
+        entries = [stage.progress() for stage in self]
         return {
-            f"{name}[{place}]": value
-            for place in range(POSITIONS)
-            for of_stage in each
-            for name, value in of_stage[place].items()
+            f"{name}[{position}]": value
+            for position in range(POSITIONS)
+            for stage_entries in entries
+            for name, value in stage_entries[position].items()
         }
 
     def advance(self, totals: Mapping[str, float]) -> None:
         """Receives the totals: each snapshot whose work is done on all workers leaves its stage."""
-        for place in range(POSITIONS):
-            of_place = totals_at(totals, place)
+        for position in range(POSITIONS):
+            position_totals = totals_at(totals, position)
             for stage in self:
-                stage.advance(of_place)
+                stage.advance(position_totals)
 
     def failure(self) -> str | None:
         """Returns the error on this worker that must end the run, if any."""
@@ -111,13 +111,13 @@ class Stages:
 
         Storage may hang, and is waited for only if the caller cannot continue without it (``for_storage``).
         """
-        first = {stage: stage.work(stage.queue[0]) for stage in self if stage.queue}
-        if self.copying in first:
-            wait([first[self.copying]])
-        elif self.replicating in first:  # only the all-reduce reports a lost node
-            wait([first[self.replicating]], timeout=_WAIT_S)
+        futures = {stage: stage.work(stage.queue[0]) for stage in self if stage.queue}
+        if self.copying in futures:
+            wait([futures[self.copying]])
+        elif self.replicating in futures:  # only the all-reduce reports a lost node
+            wait([futures[self.replicating]], timeout=_WAIT_S)
         elif for_storage:
-            pending = [work for work in first.values() if not work.done()]
+            pending = [work for work in futures.values() if not work.done()]
             wait(pending, timeout=_WAIT_S, return_when=FIRST_COMPLETED)
 
     @property
@@ -140,9 +140,9 @@ class Stages:
         """Snapshots that may still be lost."""
         return self.not_in_memory + ([] if self.has_memory_tier else self.to_storage)
 
-    def is_lagging(self, iteration: int, most: int | None) -> bool:
-        """Whether a snapshot that is not durable lags at least ``most`` iterations behind; None for no limit."""
-        return most is not None and any(iteration - snapshot.iteration >= most for snapshot in self.not_durable)
+    def is_lagging(self, iteration: int, limit: int | None) -> bool:
+        """Whether a snapshot that is not durable lags at least ``limit`` iterations behind; None for no limit."""
+        return limit is not None and any(iteration - snapshot.iteration >= limit for snapshot in self.not_durable)
 
     @property
     def outstanding(self) -> int:
@@ -152,11 +152,11 @@ class Stages:
         """
         return len(self.removing.queue) + len(self.to_storage)
 
-    def have_room(self, reservation: Reservation) -> bool:
+    def has_room(self, reservation: Reservation) -> bool:
         """Whether a snapshot may begin now; with a memory tier, storage does not matter."""
         rotation = reservation.rotation
-        lags = not self.has_memory_tier and not may_begin(self.outstanding, rotation.spare)
-        return rotation.free() is not None and not lags
+        is_lagging = not self.has_memory_tier and not may_begin(self.outstanding, rotation.spare)
+        return rotation.free() is not None and not is_lagging
 
     @property
     def window_may_begin(self) -> bool:
@@ -168,9 +168,11 @@ class Stages:
         return window_may_begin(writing > 0, self.outstanding - writing)
 
 
-def totals_at(totals: Mapping[str, float], place: int) -> dict[str, float]:
+def totals_at(totals: Mapping[str, float], position: int) -> dict[str, float]:
     """Returns the totals for the snapshots at a position of their queues when the all-reduce started."""
-    return {name.removesuffix(f"[{place}]"): value for name, value in totals.items() if name.endswith(f"[{place}]")}
+    return {
+        name.removesuffix(f"[{position}]"): value for name, value in totals.items() if name.endswith(f"[{position}]")
+    }
 
 
 class SavingPipeline:
@@ -182,39 +184,43 @@ class SavingPipeline:
 
     Attributes:
         storage: state that storage has and lacks.
-        begun: recent snapshots by iteration, kept in case the committing worker or a writer dies.
+        started_snapshots: recent snapshots by iteration, kept in case the committing worker or a writer dies.
     """
 
     def __init__(
-        self, parts: Components, settings: Settings, health: StorageHealth, start: ResumePoint, describe: Describer
+        self, components: Components, settings: Settings, health: StorageHealth, start: ResumePoint, describe: Describer
     ):
-        self._parts, self._settings, self._start = parts, settings, start
+        self._components, self._settings, self._start = components, settings, start
         self._position, self._record = start.position, start.record  # of the last completed iteration
         self._describe = lambda: describe(self._position, self._record)
         self._failure = Failure()
-        self._reservation = Reservation(parts, settings, recovered=start.in_memory)
-        self.storage = StorageTier(parts.policy, health, start, has_memory_tier=parts.tiers.memory is not None)
-        memory = MemoryTier(
-            parts, reservation=self._reservation, storage=self.storage, failure=self._failure, start=start
+        self._reservation = Reservation(components, settings, recovered=start.in_memory)
+        self.storage = StorageTier(
+            components.policy, health, start, has_memory_tier=components.tiers.memory is not None
         )
-        self._memory, self.begun = memory, memory.begun
-        self._stages = _stages(parts, settings, self.storage, self._reservation, memory, self._failure, self._describe)
+        memory = MemoryTier(
+            components, reservation=self._reservation, storage=self.storage, failure=self._failure, start=start
+        )
+        self._memory, self.started_snapshots = memory, memory.started_snapshots
+        self._stages = _stages(
+            components, settings, self.storage, self._reservation, memory, self._failure, self._describe
+        )
         self._failure.sources += [health.problem, self._stages.failure]
 
-    def reserve(self, first: bool) -> None:
+    def reserve(self, is_first: bool) -> None:
         """Allocates memory, and raises errors, as :meth:`Reservation.make` does."""
-        self._reservation.make(self._position.iteration, len(json.dumps(self._describe())), first)
+        self._reservation.make(self._position.iteration, len(json.dumps(self._describe())), is_first)
 
-    def begin_again(self) -> None:
-        """Begins the snapshot of the resumed position if it is lost, or was due and had not begun."""
-        plan, start = self._start.again, self._start
-        if plan is not None and self.storage.owes(plan):
+    def restart_snapshot(self) -> None:
+        """Starts the snapshot of the resumed position if it is lost, or was due and not started."""
+        plan, start = self._start.repeated_plan, self._start
+        if plan is not None and self.storage.defer(plan):
             return
-        if plan is not None:  # the policy counts it as begun
+        if plan is not None:  # the policy counts it as started
             storage = self.storage.part_of(plan, self._stages.window_may_begin)
-            self.storage.begins(plan, storage)
+            self.storage.on_start(plan, storage)
             if storage is not None:
-                self._parts.policy.storage.on_write_begun(storage)
+                self._components.policy.storage.on_write_begun(storage)
             self._stages.copying.begin(plan, storage)
             if self._settings.blocking:
                 self._wait_until_durable()
@@ -224,31 +230,31 @@ class SavingPipeline:
     def begin_if_planned(self, position: Position, record: StepRecord | None) -> None:
         """Begins a snapshot of the completed iteration if the policy plans one; weights must be gathered."""
         self._position, self._record = position, record
-        parts, stages, health = self._parts, self._stages, self.storage.health
+        components, stages, health = self._components, self._stages, self.storage.health
         self.storage.request_base(position.iteration)
-        load = parts.tokens and parts.tokens.load
+        load = components.tokens and components.tokens.load
         plan, storage = self.storage.plan(position.iteration, load, stages.window_may_begin)
         if plan is not None and self._reservation.limits(plan, load):
             plan, storage = self.storage.plan(position.iteration, load, stages.window_may_begin)
         if plan is not None:
-            _check(parts.policy, plan)
-            with parts.meter.stalling():
+            _validate(components.policy, plan)
+            with components.meter.stalling():
                 self.begin(plan, storage)
                 stages.copying.wait_for_gradients()
                 if self._settings.blocking:
                     self._wait_until_durable()
         else:
-            self.storage.passes(position.iteration, load)
-        health.passes(position.iteration, next((snapshot.iteration for snapshot in stages.to_storage), None))
-        health.lags(self.storage.lag(position.iteration))
+            self.storage.on_skipped_iteration(position.iteration, load)
+        health.on_iteration(position.iteration, next((snapshot.iteration for snapshot in stages.to_storage), None))
+        health.on_lag(self.storage.lag(position.iteration))
         # a hanging write does not disturb training, and must not prevent measurement of the interval
         busy = stages.not_in_memory or (stages.to_storage and not health.late)
-        parts.meter.ended(started=plan is not None, busy=bool(busy))
+        components.meter.on_iteration_end(started=plan is not None, busy=bool(busy))
 
     def begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Begins a snapshot after waiting for a buffer and, without a memory tier, for storage."""
-        _record_start(plan, storage, self.storage, self._parts, self._settings)
-        while not self._stages.have_room(self._reservation):
+        _record_start(plan, storage, self.storage, self._components, self._settings)
+        while not self._stages.has_room(self._reservation):
             self._all_reduce(for_storage=not self._stages.has_memory_tier)
         self._reservation.look_ahead(plan.iteration)
         self._reservation.trim()
@@ -256,17 +262,17 @@ class SavingPipeline:
 
     def contribution(self) -> dict[str, Any]:
         """Returns this worker's entries of the commit all-reduce; see :class:`CommitParticipant`."""
-        parts = self._parts
+        components = self._components
         progress = self._stages.progress()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._failure.find() is not None)}
-        folded = {} if parts.folds is None else parts.folds.contribution()
-        logged = {} if parts.upstream is None else parts.upstream.contribution()
-        others = self.storage.health.contribution() | parts.meter.contribution() | parts.digests.contribution()
-        return others | logged | progress | failed | folded
+        folded = {} if components.background_optimizer is None else components.background_optimizer.contribution()
+        logged = {} if components.upstream is None else components.upstream.contribution()
+        entries = self.storage.health.contribution() | components.meter.contribution()
+        return entries | components.digests.contribution() | logged | progress | failed | folded
 
     def receive(self, totals: dict[str, float]) -> None:
         """Receives the totals of an iteration's commit all-reduce."""
-        meter = self._parts.meter
+        meter = self._components.meter
         meter.reduced()
         # a commit in memory counts as a stall; otherwise nothing may count, since --snapshot-interval auto
         # measures undisturbed iterations
@@ -275,66 +281,66 @@ class SavingPipeline:
             self._advance(totals)
         seconds = meter.trained(totals)
         if seconds is not None:
-            self._parts.report.trained(seconds, totals["snapshot_bubble_s"] / self._parts.world.size)
+            self._components.report.trained(seconds, totals["snapshot_bubble_s"] / self._components.world.size)
 
     def wait_for_copies(self) -> None:
         """Waits for copies of the state that the update changes, and for snapshots that lag too far behind."""
         stages, limit = self._stages, (self._position.iteration, self._settings.max_snapshot_lag)
         if stages.is_lagging(*limit):
-            begun, awaits_storage = time.monotonic(), not stages.has_memory_tier
-            with self._parts.meter.stalling():
+            start, awaits_storage = time.monotonic(), not stages.has_memory_tier
+            with self._components.meter.stalling():
                 while stages.is_lagging(*limit):
                     self._all_reduce(for_storage=awaits_storage)
                     if awaits_storage:
-                        self.storage.health.is_waited_for(time.monotonic() - begun)
+                        self.storage.health.on_wait(time.monotonic() - start)
         if stages.copying.queue:
-            with self._parts.meter.stalling():
+            with self._components.meter.stalling():
                 stages.copying.wait_for_copies()
 
     def finish(self) -> None:
         """Waits until every snapshot is committed in each of its tiers."""
-        begun, health = time.monotonic(), self.storage.health
+        start, health = time.monotonic(), self.storage.health
         while not self._stages.is_empty or health.closed:
             health.wait()
             self._all_reduce(for_storage=True)
-            health.is_waited_for(time.monotonic() - begun)
+            health.on_wait(time.monotonic() - start)
         self._all_reduce()
 
     def flush(self) -> None:
         """Ends the run in good order: saves its state to storage, with retries, and releases the node's memory."""
-        parts = self._parts
-        last = FinalSave(
+        components = self._components
+        final_save = FinalSave(
             self,
-            parts=parts,
+            components=components,
             settings=self._settings,
             start=self._start,
             reservation=self._reservation,
             memory=self._memory,
             stages=self._stages,
         )
-        last.run(self._position.iteration)
-        if parts.folds is not None:
-            parts.folds.close()
-        if parts.peers is not None:
-            parts.peers.quiesce()
-        if parts.tiers.memory is not None and self.storage.memory_is_free and parts.tiers.leads_node:
-            parts.tiers.memory.remove_all()
-        if parts.upstream is not None:
-            parts.upstream.delete()
-        parts.report.end(parts.tokens)
+        final_save.run(self._position.iteration)
+        if components.background_optimizer is not None:
+            components.background_optimizer.close()
+        if components.peers is not None:
+            components.peers.quiesce()
+        if components.tiers.memory is not None and self.storage.memory_is_free and components.tiers.leads_node:
+            components.tiers.memory.remove_all()
+        if components.upstream is not None:
+            components.upstream.delete()
+        components.report.end(components.tokens)
 
     @property
     def gauges(self) -> dict[str, float]:
         """Gauges of storage, and of copies in bubbles."""
-        parts = self._parts
-        found = self.storage.health.gauges | parts.report.gauges
-        if "storage_age" in found and parts.tokens is not None and not recovers_exactly(parts.policy):
-            found["mlt_storage"] = parts.tokens.storage_lacks(self.storage.persisted.iteration)
-        return found
+        components = self._components
+        values = self.storage.health.gauges | components.report.gauges
+        if "storage_age" in values and components.tokens is not None and not recovers_exactly(components.policy):
+            values["mlt_storage"] = components.tokens.storage_lacks(self.storage.persisted.iteration)
+        return values
 
     def close(self) -> None:
-        """Stops carrying experts."""
-        self._memory.carrying.close()
+        """Stops retaining the states of experts from older snapshots."""
+        self._memory.retention.close()
 
     def _wait_until_durable(self) -> None:
         while self._stages.not_durable:
@@ -344,21 +350,23 @@ class SavingPipeline:
     def _all_reduce(self, for_storage: bool = False) -> None:
         """Waits for progress of this worker, and exchanges it with the others in an extra all-reduce."""
         self._stages.wait(for_storage)
-        self._advance(sum_over_workers(self.contribution(), self._parts.world))
+        self._advance(sum_over_workers(self.contribution(), self._components.world))
 
     def _advance(self, totals: dict[str, float]) -> None:
         """Receives the totals of an all-reduce, of an iteration or extra."""
-        parts = self._parts
+        components = self._components
         self._reservation.rotation = self._reservation.rotation.committed()
-        parts.report.stalled(self.storage.begun, parts.meter.receive(totals))
+        components.report.stalled(self.storage.newest_started, components.meter.receive(totals))
         if totals["snapshot_failed"]:
             raise CheckpointError(first_reported(self._failure.find()))
-        if parts.upstream is not None:
-            parts.upstream.on_totals(totals)
+        if components.upstream is not None:
+            components.upstream.on_totals(totals)
         self.storage.health.receive(totals)
-        parts.digests.on_totals(totals)
-        if parts.folds is not None and (folded := parts.folds.on_totals(totals)):
-            parts.report.folded(self._position.iteration, folded)
+        components.digests.on_totals(totals)
+        if components.background_optimizer is not None and (
+            updates := components.background_optimizer.on_totals(totals)
+        ):
+            components.report.background_updates(self._position.iteration, updates)
         self._memory.release_superseded()
         self._stages.advance(totals)
 
@@ -368,7 +376,7 @@ class FinalSave:
 
     Args:
         pipeline: begins snapshots, and waits for them.
-        parts: components of the generation.
+        components: components of the generation.
         settings: settings of the session.
         start: point where the run resumed.
         reservation: buffers, and the memory that they take.
@@ -380,14 +388,15 @@ class FinalSave:
         self,
         pipeline: SavingPipeline,
         *,
-        parts: Components,
+        components: Components,
         settings: Settings,
         start: ResumePoint,
         reservation: Reservation,
         memory: MemoryTier,
         stages: Stages,
     ):
-        self._pipeline, self._storage, self._parts, self._settings = pipeline, pipeline.storage, parts, settings
+        self._pipeline, self._storage = pipeline, pipeline.storage
+        self._components, self._settings = components, settings
         self._start, self._reservation, self._memory, self._stages = start, reservation, memory, stages
 
     def run(self, iteration: int) -> None:
@@ -403,46 +412,46 @@ class FinalSave:
             time.sleep(pause)
             self._attempt(iteration)
         if not self._storage.has(iteration):
-            raise CheckpointError(self._problem(iteration), code="storage-unwritable")
+            raise CheckpointError(self._describe_problem(iteration), code="storage-unwritable")
 
     def _attempt(self, iteration: int) -> None:
         storage = self._storage
         self._pipeline.finish()
-        if iteration != 0 and (iteration != storage.begun or not storage.complete):
-            self._begin_everything(iteration)
+        if iteration != 0 and (iteration != storage.newest_started or not storage.complete):
+            self._begin_full(iteration)
             self._pipeline.finish()
         newest, rotation = self._memory.newest, self._reservation.rotation
         if newest is not None and newest.iteration != storage.newest and rotation.holds(newest.iteration):
             self._stages.writing.begin_from_memory(newest)
             self._pipeline.finish()
-        elif newest is None and storage.begun != storage.newest and self._stages.has_memory_tier:
+        elif newest is None and storage.newest_started != storage.newest and self._stages.has_memory_tier:
             # nothing was computed since the recovery
-            path = [recovered for recovered in self._start.in_memory if recovered <= (storage.begun or 0)]
-            with self._trying():
-                copy_to_storage(path, self._parts.tiers, self._parts.policy)
-                storage.newest = storage.begun
+            path = [recovered for recovered in self._start.in_memory if recovered <= (storage.newest_started or 0)]
+            with self._recording_errors():
+                copy_to_storage(path, self._components.tiers, self._components.policy)
+                storage.newest = storage.newest_started
 
-    def _begin_everything(self, iteration: int) -> None:
+    def _begin_full(self, iteration: int) -> None:
         """Begins a full snapshot at the end of a run; no other is pending or follows."""
-        parts = self._parts
-        everything = full_plan(parts.policy, iteration)
-        with self._trying():
-            run_on_rank0(lambda: parts.tiers.storage.remove(iteration), "cannot replace a partial snapshot")
+        components = self._components
+        full = full_plan(components.policy, iteration)
+        with self._recording_errors():
+            run_on_rank0(lambda: components.tiers.storage.remove(iteration), "cannot replace a partial snapshot")
         if not self._reservation.rotation.holds(iteration):
-            self._pipeline.begin(everything, everything)
+            self._pipeline.begin(full, full)
             return
         # memory needs the partial snapshot of this iteration, so the full one goes only to storage
-        _record_start(everything, everything, self._storage, parts, self._settings)
-        self._stages.copying.begin(everything, everything, in_memory=False)
+        _record_start(full, full, self._storage, components, self._settings)
+        self._stages.copying.begin(full, full, in_memory=False)
 
-    def _problem(self, iteration: int) -> str:
-        storage, kept = self._storage, self._memory.newest
+    def _describe_problem(self, iteration: int) -> str:
+        storage, newest_in_memory = self._storage, self._memory.newest
         newest = "none is there" if storage.newest is None else f"the newest one there is of iteration {storage.newest}"
-        in_memory = "" if kept is None else f", and of iteration {kept.iteration} in memory"
+        in_memory = "" if newest_in_memory is None else f", and of iteration {newest_in_memory.iteration} in memory"
         return f"the last state, of iteration {iteration}, is not saved ({newest}{in_memory}): {storage.problem}"
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         """Context for a storage operation that fails on all workers or on none, and may be retried."""
         try:
             yield
@@ -453,29 +462,29 @@ class FinalSave:
 
 
 def storage_health(
-    settings: Settings, parts: Components, start: ResumePoint, log: Listener, in_background: bool
+    settings: Settings, components: Components, start: ResumePoint, log: Listener, in_background: bool
 ) -> StorageHealth:
     """Builds the tracker of failures; with ``in_background``, storage is taken and cleaned up in the background."""
 
     def make_ready() -> None:
-        parts.tiers.storage.take()
-        tidy_storage(parts.tiers, start)
+        components.tiers.storage.take()
+        tidy_storage(components.tiers, start)
 
-    prepares = in_background and parts.world.rank == 0
+    prepares = in_background and components.world.rank == 0
     return StorageHealth(
-        name=parts.tiers.storage.storage.name,
-        every=parts.tiers.persist_interval if parts.tiers.memory is not None else None,
+        name=components.tiers.storage.storage.name,
+        every=components.tiers.persist_interval if components.tiers.memory is not None else None,
         late_after=settings.persist_interval or LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,
         log=log,
-        publishes_in=lambda: parts.policy.schedule.window_length - 1 + ALL_REDUCES,
-        prepare=(lambda: parts.committer.in_background(make_ready)) if prepares else None,
+        commit_delay=lambda: components.policy.schedule.window_length - 1 + ALL_REDUCES,
+        prepare=(lambda: components.committer.in_background(make_ready)) if prepares else None,
         is_closed=in_background,
     )
 
 
 def _stages(
-    parts: Components,
+    components: Components,
     settings: Settings,
     storage: StorageTier,
     reservation: Reservation,
@@ -484,33 +493,38 @@ def _stages(
     describe: Callable[[], dict],
 ) -> Stages:
     # otherwise the next snapshot replaces one whose write has failed
-    stops = settings.save_failure == "stop"
-    pauses_s = RETRIES_S if Capability.WINDOWS in parts.policy.requires and not stops else ()
-    removing = Removing(world=parts.world, committer=parts.committer, storage=storage, stops=stops)
-    committing = Committing(
-        world=parts.world,
-        committer=parts.committer,
+    stop_on_save_failure = settings.save_failure == "stop"
+    pauses_s = RETRIES_S if Capability.WINDOWS in components.policy.requires and not stop_on_save_failure else ()
+    removing = Removing(
+        world=components.world,
+        committer=components.committer,
         storage=storage,
-        tokens=parts.tokens,
-        upstream=parts.upstream if parts.tiers.memory is None else None,
+        stop_on_save_failure=stop_on_save_failure,
+    )
+    committing = Committing(
+        world=components.world,
+        committer=components.committer,
+        storage=storage,
+        tokens=components.tokens,
+        upstream=components.upstream if components.tiers.memory is None else None,
         removing=removing,
         pauses_s=pauses_s,
     )
     writing = Writing(
-        workers=parts.world.size,
-        policy=parts.policy,
-        saver=parts.saver,
+        workers=components.world.size,
+        policy=components.policy,
+        saver=components.saver,
         reservation=reservation,
-        tokens=parts.tokens,
-        meter=parts.meter,
-        report=parts.report,
+        tokens=components.tokens,
+        meter=components.meter,
+        report=components.report,
         committing=committing,
         removing=removing,
         pauses_s=pauses_s,
     )
-    replicating = Replicating(parts, memory=memory)
+    replicating = Replicating(components, memory=memory)
     copying = Copying(
-        parts,
+        components,
         reservation=reservation,
         memory=memory,
         failure=failure,
@@ -524,24 +538,24 @@ def _stages(
         writing=writing,
         committing=committing,
         removing=removing,
-        has_memory_tier=parts.tiers.memory is not None,
+        has_memory_tier=components.tiers.memory is not None,
     )
 
 
 def _record_start(
-    plan: SnapshotPlan, storage: SnapshotPlan | None, stored: StorageTier, parts: Components, settings: Settings
+    plan: SnapshotPlan, storage: SnapshotPlan | None, tier: StorageTier, components: Components, settings: Settings
 ) -> None:
-    """Records the start of a snapshot before it, so that it is begun again if a worker is lost meanwhile."""
-    stored.begins(plan, storage)
-    parts.policy.on_snapshot(plan, parts.tokens and parts.tokens.load)
+    """Records the start of a snapshot before it, so that it is repeated if a worker is lost meanwhile."""
+    tier.on_start(plan, storage)
+    components.policy.on_snapshot(plan, components.tokens and components.tokens.load)
     if storage is not None:
-        parts.policy.storage.on_write_begun(storage)
-    if parts.tokens is not None:
-        parts.tokens.begun(plan, storage)
-        parts.report.at_risk(plan.iteration, parts.policy, parts.tokens, settings.train_iters)
+        components.policy.storage.on_write_begun(storage)
+    if components.tokens is not None:
+        components.tokens.on_start(plan, storage)
+        components.report.at_risk(plan.iteration, components.policy, components.tokens, settings.train_iters)
 
 
-def _check(policy: Policy, plan: SnapshotPlan) -> None:
+def _validate(policy: Policy, plan: SnapshotPlan) -> None:
     try:
         check_plan(policy, plan)
     except ValueError as error:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from itertools import takewhile
 from typing import ClassVar, override
 
-from moc.background import Aside, share_interpreter
+from moc.background import CpuAffinity, share_interpreter
 from moc.errors import with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan
@@ -19,11 +19,11 @@ from moc.runtime.collectives import first_reported, gather
 from moc.runtime.job import World
 from moc.session.components import Components
 from moc.session.engine import PipelineTap
-from moc.session.peers import Copied
+from moc.session.peers import CopyOutcome
 from moc.session.saving.committing import Committer, Failure, SnapshotInProgress
 from moc.session.saving.memory_tier import MemoryTier, Reservation
 from moc.session.saving.metrics import Meter, SnapshotReport
-from moc.session.saving.storage import StorageTier, tolerable
+from moc.session.saving.storage import StorageTier, tolerable_error
 from moc.session.tokens import TokenTracker
 from moc.snapshot.saver import Saver
 from moc.state.operators import Detail
@@ -68,8 +68,8 @@ class Stage(ABC):
 
     def progress(self) -> list[dict[str, float]]:
         """Returns this worker's entries of the commit all-reduce for the first :data:`POSITIONS` snapshots."""
-        done = list(takewhile(lambda snapshot: self.work(snapshot).done(), self.queue))
-        return [self.entries(done[place] if place < len(done) else None) for place in range(POSITIONS)]
+        finished = list(takewhile(lambda snapshot: self.work(snapshot).done(), self.queue))
+        return [self.entries(finished[position] if position < len(finished) else None) for position in range(POSITIONS)]
 
     def advance(self, totals: Mapping[str, float]) -> None:
         """Receives the totals for one position: completes the first snapshot if its work is done on all workers."""
@@ -83,8 +83,8 @@ class Stage(ABC):
     def failure(self) -> str | None:
         """Returns the error on this worker that must end the run, if any."""
         futures = ((snapshot, self.work(snapshot)) for snapshot in self.queue)
-        done = [future for snapshot, future in futures if future.done() and not self.tolerates(snapshot)]
-        return next((with_code(error) for future in done if (error := future.exception())), None)
+        finished = [future for snapshot, future in futures if future.done() and not self.tolerates(snapshot)]
+        return next((with_code(error) for future in finished if (error := future.exception())), None)
 
 
 class StorageStage(Stage):
@@ -92,14 +92,14 @@ class StorageStage(Stage):
 
     @override
     def tolerates(self, snapshot: SnapshotInProgress) -> bool:
-        return tolerable(self.work(snapshot)) is not None
+        return tolerable_error(self.work(snapshot)) is not None
 
 
 class Copying(Stage):
     """First stage: copies this worker's part of a snapshot to host memory.
 
     Args:
-        parts: components of the generation.
+        components: components of the generation.
         reservation: buffers, and the memory that they take.
         memory: snapshots in memory.
         failure: receives the errors of this worker.
@@ -112,7 +112,7 @@ class Copying(Stage):
 
     def __init__(
         self,
-        parts: Components,
+        components: Components,
         *,
         reservation: Reservation,
         memory: MemoryTier,
@@ -121,10 +121,10 @@ class Copying(Stage):
         replicating: Replicating,
         writing: Writing,
     ):
-        super().__init__(parts.world.size)
-        self._parts, self._reservation, self._memory, self._failure = parts, reservation, memory, failure
+        super().__init__(components.world.size)
+        self._components, self._reservation, self._memory, self._failure = components, reservation, memory, failure
         self._describe, self._replicating, self._writing = describe, replicating, writing
-        self._aside = Aside(len(parts.tiers.node))
+        self._cpu_affinity = CpuAffinity(len(components.tiers.node))
         share_interpreter()
 
     def begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
@@ -135,37 +135,39 @@ class Copying(Stage):
             storage: the part of it that goes to storage; None if nothing does.
             in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
         """
-        parts, rotation = self._parts, self._reservation.rotation
-        free, others = rotation.free(), rotation.all_free()
+        components, rotation = self._components, self._reservation.rotation
+        free, all_free = rotation.free(), rotation.all_free()
         slot = -1 if free is None else free  # -1: a buffer outside the rotation, only for storage
         if in_memory:
             self._reservation.rotation = rotation.begin(plan.iteration, storage is not None, plan.supersedes)
-        carrying = self._memory.carrying
+        retention = self._memory.retention
         try:
-            share = parts.contents.with_gradients(plan.operators, plan.compared)
-            entries = parts.contents.entries(plan.operators, share)
-            carried = carrying.begin(plan) if in_memory else None
-            self._aside.move(carrying.processes + parts.hasher.processes)
+            share = components.contents.with_gradients(plan.operators, plan.compared)
+            entries = components.contents.entries(plan.operators, share)
+            retained = retention.begin(plan) if in_memory else None
+            self._cpu_affinity.move(retention.processes + components.hasher.processes)
             state = self._describe()  # before a thread copies: both need the GIL
             nbytes = None if plan.complete else self._reservation.window.snapshot
-            digests = parts.digests.of_snapshot(plan.iteration)
-            part = parts.saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes, digests)
+            digests = components.digests.of_snapshot(plan.iteration)
+            local = components.saver.take(
+                slot, plan.iteration, share, entries, all_free, in_memory, retained, nbytes, digests
+            )
         except CheckpointError as error:
             self._failure.reason = with_code(error)  # the next all-reduce reports it to the others
             return
-        snapshot = SnapshotInProgress(plan, storage, state, part)
+        snapshot = SnapshotInProgress(plan, storage, state, local)
         self.queue.append(snapshot)
-        self._memory.remember(snapshot)
+        self._memory.add_started(snapshot)
         if storage is not None:  # needs no all-reduce
             self._writing.begin(snapshot)
 
     def wait_for_gradients(self) -> None:
         """Waits for the copies of gradients that the next iteration clears; none if all are in the second buffer."""
-        for part in (snapshot.snapshot for snapshot in self.queue):
-            if part.gradients is not None:
-                begun = time.perf_counter()
-                part.gradients.wait()
-                part.gradients_s += time.perf_counter() - begun
+        for local in (snapshot.snapshot for snapshot in self.queue):
+            if local.gradients is not None:
+                start = time.perf_counter()
+                local.gradients.wait()
+                local.gradients_s += time.perf_counter() - start
                 reach("gradient_staged")
 
     def wait_for_copies(self) -> None:
@@ -183,16 +185,16 @@ class Copying(Stage):
 
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        mine = None if snapshot is None else snapshot.snapshot
-        capture = None if mine is None or mine.finalized.exception() else mine.capture
+        local = None if snapshot is None else snapshot.snapshot
+        capture = None if local is None or local.finalized.exception() else local.capture
         return {
-            "snapshot_copied": float(mine is not None),
+            "snapshot_copied": float(local is not None),
             "snapshot_no_room": float(snapshot is not None and snapshot.out_of_memory is not None),
-            "snapshot_bytes": float(mine.layout.nbytes if mine else 0),
+            "snapshot_bytes": float(local.layout.nbytes if local else 0),
             "snapshot_copy_s": 0.0 if capture is None else capture.seconds,
             "snapshot_bubble_bytes": float(0 if capture is None else capture.bubble_bytes),
-            "snapshot_gradients_s": 0.0 if mine is None or capture is None else mine.gradients_s + mine.delay(),
-            "snapshot_seal_s": mine.finalize_s if mine else 0.0,
+            "snapshot_gradients_s": 0.0 if local is None or capture is None else local.gradients_s + local.delay(),
+            "snapshot_seal_s": local.finalize_s if local else 0.0,
         }
 
     @override
@@ -200,8 +202,8 @@ class Copying(Stage):
         if totals["snapshot_no_room"] or snapshot.iteration in self._memory.dependent:
             self._memory.abandon(snapshot, later=[*self._replicating.queue, *self.queue])
             return
-        self._parts.meter.copied(totals)
-        self._parts.report.snapshot(snapshot.iteration, totals, self._parts.world.size)
+        self._components.meter.copied(totals)
+        self._components.report.snapshot(snapshot.iteration, totals, self._components.world.size)
         if snapshot.snapshot.in_memory:  # otherwise it is durable once written
             self._replicating.begin(snapshot)
 
@@ -211,16 +213,16 @@ class Replicating(Stage):
 
     entry = "snapshot_replicated"
 
-    def __init__(self, parts: Components, *, memory: MemoryTier):
-        super().__init__(parts.world.size)
-        self._peers, self._nodes = parts.peers, len(set(parts.tiers.nodes))
-        self._meter, self._report, self._memory = parts.meter, parts.report, memory
+    def __init__(self, components: Components, *, memory: MemoryTier):
+        super().__init__(components.world.size)
+        self._peers, self._nodes = components.peers, len(set(components.tiers.nodes))
+        self._meter, self._report, self._memory = components.meter, components.report, memory
 
     def begin(self, snapshot: SnapshotInProgress) -> None:
         """Commits a snapshot that all workers have copied, and starts to replicate it; does not wait for that."""
         self._memory.commit(snapshot)
         if self._peers is None:
-            self._memory.is_durable(snapshot)
+            self._memory.on_durable(snapshot)
         else:
             replicated = self._peers.replicate(snapshot.iteration, snapshot.plan.remote)
             self.queue.append(dataclasses.replace(snapshot, replicated=replicated))
@@ -233,12 +235,12 @@ class Replicating(Stage):
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
         work = None if snapshot is None else self.work(snapshot)
-        copies = Copied() if work is None or work.exception() else work.result()
+        copies = CopyOutcome() if work is None or work.exception() else work.result()
         return {
             "snapshot_replicated": float(snapshot is not None),
             "snapshot_replicated_bytes": float(copies.bytes),
-            "snapshot_alike_bytes": float(copies.alike),
-            "snapshot_not_alike": float(bool(copies.trouble)),
+            "snapshot_alike_bytes": float(copies.identical),
+            "snapshot_not_alike": float(bool(copies.problems)),
             "snapshot_copies_missing": float(len(copies.missing)),
             "snapshot_replicate_s": copies.seconds,
         }
@@ -247,20 +249,20 @@ class Replicating(Stage):
     def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
         iteration = snapshot.iteration
         amount, seconds = int(totals["snapshot_replicated_bytes"]), totals["snapshot_replicate_s"] / self._nodes
-        alike = int(totals["snapshot_alike_bytes"])
-        self._report.replicated(iteration, amount, alike, seconds)
+        identical = int(totals["snapshot_alike_bytes"])
+        self._report.replicated(iteration, amount, identical, seconds)
         # budgets count all copied bytes, sent or not
-        self._meter.replicated(amount + alike, seconds, self._nodes)
+        self._meter.replicated(amount + identical, seconds, self._nodes)
         if totals["snapshot_copies_missing"]:
-            mine = list(self.work(snapshot).result().missing)
-            self._report.copies_missing(iteration, [reason for reasons in gather(mine) for reason in reasons])
+            local_reasons = list(self.work(snapshot).result().missing)
+            self._report.copies_missing(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if totals["snapshot_not_alike"]:
-            mine = self.work(snapshot).result().trouble
-            self._report.not_alike(iteration, [reason for reasons in gather(mine) for reason in reasons])
+            local_reasons = self.work(snapshot).result().problems
+            self._report.replicas_differ(iteration, [reason for reasons in gather(local_reasons) for reason in reasons])
         if iteration in self._memory.dependent:
             self._memory.abandon(snapshot)
         else:
-            self._memory.is_durable(snapshot)
+            self._memory.on_durable(snapshot)
 
 
 class Writing(StorageStage):
@@ -318,7 +320,7 @@ class Writing(StorageStage):
         self._reservation.rotation = self._reservation.rotation.persist(plan.iteration)
         self._policy.storage.on_write_begun(plan)
         if self._tokens is not None:
-            self._tokens.brought_to_storage(plan)
+            self._tokens.on_write_start(plan)
         self.begin(dataclasses.replace(snapshot, storage=plan))
 
     @override
@@ -327,12 +329,12 @@ class Writing(StorageStage):
 
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        mine = None if snapshot is None else snapshot.snapshot
+        local = None if snapshot is None else snapshot.snapshot
         return {
-            "snapshot_written": float(mine is not None),
-            "snapshot_written_bytes": float(mine.persisted_bytes if mine else 0),
-            "snapshot_write_s": mine.persist_s if mine else 0.0,
-            "snapshot_retries": float(mine.retries if mine else 0),
+            "snapshot_written": float(local is not None),
+            "snapshot_written_bytes": float(local.persisted_bytes if local else 0),
+            "snapshot_write_s": local.persist_s if local else 0.0,
+            "snapshot_retries": float(local.retries if local else 0),
             "snapshot_unwritten": float(snapshot is not None and self.tolerates(snapshot)),
         }
 
@@ -406,11 +408,11 @@ class Committing(StorageStage):
         if totals["snapshot_unpublished"]:
             self._removing.begin(snapshot, self.work(snapshot))
             return
-        self._storage.committed(snapshot.storage_plan)
-        if self._upstream is not None and not self._storage.is_broken(snapshot.plan):
+        self._storage.on_committed(snapshot.storage_plan)
+        if self._upstream is not None and not self._storage.is_window_incomplete(snapshot.plan):
             self._upstream.on_stored(snapshot.plan)
         if self._tokens is not None:
-            self._tokens.persisted(snapshot.iteration)
+            self._tokens.on_storage_complete(snapshot.iteration)
 
 
 class Removing(StorageStage):
@@ -420,14 +422,15 @@ class Removing(StorageStage):
         world: ranks of the job.
         committer: removes the files, on rank 0.
         storage: state that storage has and lacks.
-        stops: such a failure ends the run.
+        stop_on_save_failure: such a failure ends the run.
     """
 
     entry = "snapshot_removed"
 
-    def __init__(self, *, world: World, committer: Committer, storage: StorageTier, stops: bool):
+    def __init__(self, *, world: World, committer: Committer, storage: StorageTier, stop_on_save_failure: bool):
         super().__init__(world.size)
-        self._world, self._committer, self._storage, self._stops = world, committer, storage, stops
+        self._world, self._committer, self._storage = world, committer, storage
+        self._stop_on_save_failure = stop_on_save_failure
 
     def begin(self, snapshot: SnapshotInProgress, failed: Future) -> None:
         """Abandons a snapshot after ``failed`` on some workers; all do so after the same all-reduce.
@@ -435,11 +438,11 @@ class Removing(StorageStage):
         Raises:
             CheckpointError: on all workers, if such a failure ends the run.
         """
-        error = tolerable(failed)
+        error = tolerable_error(failed)
         self._storage.problem = first_reported(None if error is None else with_code(error)) or ""
-        if self._stops:
+        if self._stop_on_save_failure:
             raise CheckpointError(self._storage.problem)
-        self._storage.failed(snapshot.plan, snapshot.storage_plan, snapshot.snapshot.in_memory)
+        self._storage.on_failure(snapshot.plan, snapshot.storage_plan, snapshot.snapshot.in_memory)
         removed = _on_rank0(self._world, lambda: self._committer.remove_abandoned(snapshot.iteration))
         self.queue.append(dataclasses.replace(snapshot, committed=removed))
 
@@ -460,9 +463,9 @@ def _on_rank0(world: World, start: Callable[[], Future]) -> Future:
     """Starts an operation on rank 0; other ranks return a finished future."""
     if world.rank == 0:
         return start()
-    done: Future = Future()
-    done.set_result(None)
-    return done
+    finished: Future = Future()
+    finished.set_result(None)
+    return finished
 
 
 def started[T](future: Future[T] | None) -> Future[T]:

@@ -1,4 +1,4 @@
-"""Tracks storage: its failures and delays, the state that it has and lacks, and which snapshots go there.
+"""Tracks storage: its failures and delays, the state that it has and lacks, and the snapshots written to it.
 
 Decisions follow from commit all-reduces, so they are identical on all workers.  Clocks differ, so the all-reduces
 include all states that depend on a clock.
@@ -41,7 +41,7 @@ _LONG_S = 30.0
 def may_begin(outstanding: int, buffers: int) -> bool:
     """Returns whether another snapshot may begin without a memory tier.
 
-    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither committed nor abandoned.
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: started, and neither committed nor abandoned.
 
     Args:
         outstanding: number of such snapshots.
@@ -79,7 +79,7 @@ class Lag:
     oldest: int
 
 
-def tolerable(future: Future) -> BaseException | None:
+def tolerable_error(future: Future) -> BaseException | None:
     """Returns the error that kept a snapshot from storage, unless it is a bug or another job owns the storage.
 
     Training may continue after such an error.
@@ -96,7 +96,7 @@ class StorageHealth:
         every: iterations between snapshots that go to storage in addition to a memory tier; None without such a tier,
             or for none.
         late_after: minimum iterations that a snapshot may be on its way before the next one counts as skipped.
-        publishes_in: returns the iterations until a snapshot is committed if the write takes no time: all-reduces, and
+        commit_delay: returns the iterations until a snapshot is committed if the write takes no time: all-reduces, and
             later snapshots of its window.
         newest: iteration of the newest snapshot in storage; None if there is none.
         prepare: starts to prepare storage in the background, on one worker; nothing is written there before.
@@ -111,10 +111,10 @@ class StorageHealth:
         newest: int | None,
         log: Listener,
         prepare: Callable[[], Future] | None = None,
-        publishes_in: Callable[[], int] = lambda: 0,
+        commit_delay: Callable[[], int] = lambda: 0,
         is_closed: bool = True,
     ):
-        self._publishes_in = publishes_in
+        self._commit_delay = commit_delay
         self._name, self.every, self._log = name, every, log
         self.newest, self._stored_at = newest, None
         self._due = every or 0
@@ -124,8 +124,8 @@ class StorageHealth:
         self._failing, self._late, self._waits, self._lags = Trouble(), Trouble(), Trouble(), Trouble()
         self._lag: Lag | None = None
         self._prepare, self._ready = prepare, None if prepare is None else prepare()
-        self._asked, self._is_silent = time.monotonic(), False
-        self.rests = False
+        self._prepare_started_at, self._is_silent = time.monotonic(), False
+        self.is_suspended = False
         """Storage has failed, and is not used for a while."""
         self.closed = is_closed
         """Storage is not ready yet, as of the last all-reduce."""
@@ -141,7 +141,7 @@ class StorageHealth:
 
     def receive(self, totals: Mapping[str, float]) -> None:
         """Receives whether storage rests or is closed for any worker."""
-        self.rests, self.closed = totals["storage_rests"] > 0, totals["storage_closed"] > 0
+        self.is_suspended, self.closed = totals["storage_rests"] > 0, totals["storage_closed"] > 0
 
     def is_due(self, iteration: int) -> bool:
         """Whether a snapshot of this iteration should go to storage."""
@@ -149,54 +149,54 @@ class StorageHealth:
 
     def problem(self) -> str | None:
         """Returns the reason to end the job, or None."""
-        if self._ready is None or not self._ready.done() or tolerable(self._ready):
+        if self._ready is None or not self._ready.done() or tolerable_error(self._ready):
             return None
         error = self._ready.exception()
         return with_code(error) if error else None
 
-    def begins(self, iteration: int) -> None:
+    def on_start(self, iteration: int) -> None:
         """Records that a snapshot starts on its way to storage."""
         if self.every is not None:
             self._due = (iteration // self.every + 1) * self.every
 
     def wait(self) -> None:
-        """Waits for storage to be prepared, on the worker that prepares it, or for a moment."""
+        """Waits for storage to be prepared, on the worker that prepares it, or for half a second."""
         if self._ready is not None:
             wait([self._ready], timeout=_WAIT_S)
 
-    def is_waited_for(self, seconds: float) -> None:
+    def on_wait(self, seconds: float) -> None:
         """Records that the run waits for pending snapshots; warns if that takes long."""
         if seconds > _LONG_S and self._waits.failed():
             self._log.events.write("storage_silent", where=self._name, waits=True)
-            what = f"the run has waited for {self._name} for {seconds:.0f} s"
-            self._log.message(warning(f"{what}; {self._newest_there()}. Fix: repair it", code="storage-slow"))
+            problem = f"the run has waited for {self._name} for {seconds:.0f} s"
+            self._log.message(warning(f"{problem}; {self._newest_snapshot()}. Fix: repair it", code="storage-slow"))
 
-    def passes(self, iteration: int, under_way: int | None) -> None:
+    def on_iteration(self, iteration: int, pending: int | None) -> None:
         """Records a completed iteration; warns if a snapshot was due for storage while another is on its way there."""
-        if under_way is None or self._late_after is None:
+        if pending is None or self._late_after is None:
             return
-        missed = max(0, iteration - under_way - self._publishes_in()) // self._late_after
-        before = self._missed[1] if self._missed[0] == under_way else 0
+        missed = max(0, iteration - pending - self._commit_delay()) // self._late_after
+        before = self._missed[1] if self._missed[0] == pending else 0
         if missed <= before:
             return
-        self._missed = under_way, missed
+        self._missed = pending, missed
         self.skipped += 1
         age_s = self._age_s()
         self._log.events.write(
-            "save_skipped", iteration=iteration, under_way=under_way, newest=self.newest, age_s=age_s, where=self._name
+            "save_skipped", iteration=iteration, under_way=pending, newest=self.newest, age_s=age_s, where=self._name
         )
         if self._late.failed():
             self._log.message(
                 warning(
-                    f"{self._name} is slow: the snapshot of iteration {under_way} is still being written there, and "
-                    f"later ones are only in memory; {self._newest_there()}. Fix: repair it, or raise "
+                    f"{self._name} is slow: the snapshot of iteration {pending} is still being written there, and "
+                    f"later ones are only in memory; {self._newest_snapshot()}. Fix: repair it, or raise "
                     "--persist-interval",
                     code="storage-slow",
                 )
             )
 
-    def lags(self, lag: Lag | None) -> None:
-        """Records the lag after an iteration; warns if storage lacks state that the policy promises to be there."""
+    def on_lag(self, lag: Lag | None) -> None:
+        """Records the lag after an iteration; warns if storage lacks state that the policy promises."""
         self._lag = lag
         if lag is None:
             return
@@ -206,7 +206,7 @@ class StorageHealth:
                     f"{self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} operators "
                     f"is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all memory "
                     "were lost, the run would lose or repeat the updates since then; "
-                    f"{self._newest_there()}. Fix: use faster storage, or save fewer bytes",
+                    f"{self._newest_snapshot()}. Fix: use faster storage, or save fewer bytes",
                     code="storage-lags",
                 )
             )
@@ -215,14 +215,14 @@ class StorageHealth:
             if warned:
                 self._log.message(f"{self._name} has all state that the policy promises again, after {seconds:.0f} s")
 
-    def failed(self, iteration: int, problem: str) -> None:
+    def on_failure(self, iteration: int, problem: str) -> None:
         """Records that a snapshot could not be saved to storage."""
         self.failures += 1
         if self.every is not None:
             self._due = iteration + 1  # as soon as a retry is allowed
         self._late.over()
         warns = self._failing.failed()
-        self.rests = True
+        self.is_suspended = True
         self._log.events.write(
             "save_failed",
             what="snapshot",
@@ -237,7 +237,7 @@ class StorageHealth:
             lasted = f", for {self._failing.seconds:.0f} s now" if self._failing.seconds > 1 else ""
             self._log.message(
                 f"WARNING: snapshots cannot be saved{lasted}, and training continues and tries again; "
-                f"{self._newest_there()}: {problem}"
+                f"{self._newest_snapshot()}: {problem}"
             )
 
     def on_stored(self, newest: int | None) -> None:
@@ -252,16 +252,16 @@ class StorageHealth:
         self._waits.over()
         if newest != self.newest:
             self.newest, self._stored_at = newest, time.monotonic()
-        self.rests = False
+        self.is_suspended = False
 
     @property
     def gauges(self) -> dict[str, float]:
         """Counts of failed and skipped saves, if above 0; the lag of storage, if snapshots go there during the run."""
-        counted = {"saves_failed": self.failures, "saves_skipped": self.skipped}
-        found = {name: float(count) for name, count in counted.items() if count}
+        counts = {"saves_failed": self.failures, "saves_skipped": self.skipped}
+        values = {name: float(count) for name, count in counts.items() if count}
         if self._lag is not None:
-            found |= {"storage_age": float(self._lag.age), "storage_overdue": float(self._lag.overdue)}
-        return found
+            values |= {"storage_age": float(self._lag.age), "storage_overdue": float(self._lag.overdue)}
+        return values
 
     def _is_ready(self) -> bool:
         if self._ready is None or self._prepare is None:
@@ -269,7 +269,7 @@ class StorageHealth:
         if not self._ready.done():
             self._report_silence()
             return False
-        error = tolerable(self._ready)
+        error = tolerable_error(self._ready)
         if error is None:
             if self._ready.exception() is None:
                 self._ready = None
@@ -281,14 +281,14 @@ class StorageHealth:
         return False
 
     def _report_silence(self) -> None:
-        if self._is_silent or time.monotonic() - self._asked < LOOKING_S:
+        if self._is_silent or time.monotonic() - self._prepare_started_at < LOOKING_S:
             return
         self._is_silent = True
         self._log.events.write("storage_silent", where=self._name, waits=False)
         self._log.message(
             warning(
                 f"{self._name} has not answered for {LOOKING_S:.0f} s: training continues, and no snapshot goes there "
-                f"until it answers; {self._newest_there()}. Fix: repair it",
+                f"until it answers; {self._newest_snapshot()}. Fix: repair it",
                 code="storage-silent",
             )
         )
@@ -296,7 +296,7 @@ class StorageHealth:
     def _age_s(self) -> float | None:
         return None if self._stored_at is None else round(time.monotonic() - self._stored_at, 3)
 
-    def _newest_there(self) -> str:
+    def _newest_snapshot(self) -> str:
         if self.newest is None:
             return "none was saved there since this start"
         age = f"{self._age_s():.0f} s old" if self._stored_at is not None else "from before this start"
@@ -326,28 +326,30 @@ class StorageTier:
 
     Attributes:
         newest: iteration that a run could resume from if all memory were lost; None if there is none.
-        begun: iteration of the newest snapshot, in any tier; None if there is none.
+        newest_started: iteration of the newest started snapshot, in any tier; None if there is none.
         complete: that snapshot contains the entire state, and has not failed to become durable.
-        problem: why the last snapshot meant for storage did not get there; empty if it did.
+        problem: why the last snapshot for storage was not saved; empty if it was.
     """
 
     def __init__(self, policy: Policy, health: StorageHealth, start: ResumePoint, has_memory_tier: bool):
         self._policy, self.health, self._has_memory_tier = policy, health, has_memory_tier
-        self._held = {one.iteration: one for one in start.stored if one.tier == STORAGE}
-        self.persisted = Persisted.of(self._held.values(), policy)
+        self._available = {
+            checkpoint.iteration: checkpoint for checkpoint in start.stored if checkpoint.tier == STORAGE
+        }
+        self.persisted = Persisted.of(self._available.values(), policy)
         self.newest = self.persisted.iteration or (None if start.newest in start.in_memory else start.newest)
-        others = start.experts or start.newer or start.before or len(start.in_memory) > 1
-        self.begun, self.complete = start.newest, not others
+        has_more_state = start.experts or start.newer or start.before or len(start.in_memory) > 1
+        self.newest_started, self.complete = start.newest, not has_more_state
         self.problem = ""
-        self._goes_since: int | None = None  # first snapshot of the window that also goes to storage
-        self._broken_since: int | None = None  # first snapshot of a window that storage lacks in part
+        self._storage_window_start: int | None = None  # first snapshot of the window that also goes to storage
+        self._incomplete_window_start: int | None = None  # first snapshot of a window that storage lacks in part
         self._base_lost = self._base_requested = False  # storage lacks the full snapshot
-        self._lacks_due = False  # storage, the only tier, lacks a snapshot that was due
-        self._first: int | None = None  # iteration of the first snapshot that was due
+        self._is_overdue = False  # storage, the only tier, lacks a snapshot that was due
+        self._first_due: int | None = None  # iteration of the first snapshot that was due
 
     def request_base(self, iteration: int) -> None:
         """Requests, once, the full snapshot that partial ones need, if storage lacks it and can have it."""
-        if self._lacks_base(iteration) and not (self._base_requested or self.health.rests or self.health.closed):
+        if self._lacks_base(iteration) and not (self._base_requested or self.health.is_suspended or self.health.closed):
             self._policy.storage.on_full_snapshot_lost()
             self._base_requested = True
 
@@ -363,84 +365,86 @@ class StorageTier:
             has_room: storage may receive another snapshot, or another window.
         """
         if not self._has_memory_tier:
-            if self._is_barred:
+            if self._is_unavailable:
                 return Planned()
-            plan = self._policy.storage.plan(iteration, load, is_overdue=self._lacks_due)
+            plan = self._policy.storage.plan(iteration, load, is_overdue=self._is_overdue)
             return Planned(plan, plan)
-        takes = self._takes(iteration, has_room)
-        plan = self._policy.storage.plan(iteration, load) if takes else self._policy.plan(iteration, load)
-        return Planned(plan, plan and self._part_of(plan, takes))
+        accepts = self._accepts(iteration, has_room)
+        plan = self._policy.storage.plan(iteration, load) if accepts else self._policy.plan(iteration, load)
+        return Planned(plan, plan and self._part_of(plan, accepts))
 
     def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
         """Returns the part that goes to storage of a snapshot that is taken again with its plan."""
-        return self._part_of(plan, self._takes(plan.iteration, has_room)) if self._has_memory_tier else plan
+        return self._part_of(plan, self._accepts(plan.iteration, has_room)) if self._has_memory_tier else plan
 
-    def passes(self, iteration: int, load: Load | None) -> None:
-        """Records that no snapshot is taken after an iteration; storage owes one if it takes none and one was due."""
-        if self._has_memory_tier or not self._is_barred:
+    def on_skipped_iteration(self, iteration: int, load: Load | None) -> None:
+        """Records an iteration without a snapshot; a due snapshot that storage cannot accept stays due."""
+        if self._has_memory_tier or not self._is_unavailable:
             return
         if Capability.WINDOWS in self._policy.requires:
             if self.health.closed:
                 self._policy.schedule.restart_window()
             return
-        self._lacks_due = self._lacks_due or self._policy.plan(iteration, load) is not None
-        self._first = self._first or (iteration if self._lacks_due else None)
+        self._is_overdue = self._is_overdue or self._policy.plan(iteration, load) is not None
+        self._first_due = self._first_due or (iteration if self._is_overdue else None)
 
-    def owes(self, plan: SnapshotPlan) -> bool:
-        """Records that a snapshot, counted as begun, cannot be taken again yet; returns False if it can."""
-        if self._has_memory_tier or not self._is_barred:
+    def defer(self, plan: SnapshotPlan) -> bool:
+        """Records that a snapshot that the policy counts as started cannot be repeated yet; returns False if it can."""
+        if self._has_memory_tier or not self._is_unavailable:
             return False
         self._policy.schedule.restart_window()
-        self._lacks_due, self._first = True, self._first or plan.iteration
+        self._is_overdue, self._first_due = True, self._first_due or plan.iteration
         return True
 
     @property
-    def _is_barred(self) -> bool:
+    def _is_unavailable(self) -> bool:
         """Whether storage takes no snapshot now."""
-        return self.health.rests or self.health.closed
+        return self.health.is_suspended or self.health.closed
 
     @property
-    def held(self) -> tuple[AvailableCheckpoint, ...]:
+    def available(self) -> tuple[AvailableCheckpoint, ...]:
         """Checkpoints in storage that a run could resume from; identical on all workers."""
-        return tuple(self._held.values())
+        return tuple(self._available.values())
 
-    def begins(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+    def on_start(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Records the start of a snapshot, with the part of it that goes to storage."""
-        self.begun, self.complete, self._lacks_due = plan.iteration, plan.complete, False
-        self._first = self._first or plan.iteration
+        self.newest_started, self.complete, self._is_overdue = plan.iteration, plan.complete, False
+        self._first_due = self._first_due or plan.iteration
         if not self._has_memory_tier:
             return
         if storage is not None and plan.since == plan.iteration:
-            self.health.begins(plan.iteration)
-            self._goes_since = plan.since
+            self.health.on_start(plan.iteration)
+            self._storage_window_start = plan.since
         elif plan.complete:
             self._base_requested = False
 
-    def _takes(self, iteration: int, has_room: bool) -> bool:
+    def _accepts(self, iteration: int, has_room: bool) -> bool:
         """Whether storage takes a snapshot or a window that begins now, if there is a memory tier."""
         due = self._lacks_base(iteration) or self.health.is_due(iteration)
-        return due and has_room and not (self.health.rests or self.health.closed)
+        return due and has_room and not (self.health.is_suspended or self.health.closed)
 
-    def _part_of(self, plan: SnapshotPlan, takes: bool) -> SnapshotPlan | None:
+    def _part_of(self, plan: SnapshotPlan, accepts: bool) -> SnapshotPlan | None:
         """Returns the part of a snapshot that goes to storage, where a window goes from its start or not at all."""
-        is_of_use = plan.complete or not self._lacks_base(plan.iteration)
-        begins = takes and is_of_use and plan.since == plan.iteration
-        return self._policy.storage.part_of(plan) if begins or self._goes_since == plan.since else None
+        is_usable = plan.complete or not self._lacks_base(plan.iteration)
+        starts_window = accepts and is_usable and plan.since == plan.iteration
+        return self._policy.storage.part_of(plan) if starts_window or self._storage_window_start == plan.since else None
 
-    def committed(self, plan: SnapshotPlan) -> None:
+    def on_committed(self, plan: SnapshotPlan) -> None:
         """Records that storage has its part of a snapshot."""
         self.problem, iteration = "", plan.iteration
         self._base_lost = self._base_lost and not plan.complete
         self._policy.storage.on_write_ended(plan, committed=True)
         details = {name: detail.value for name, detail in plan.operators.items()}
-        self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
-        self.persisted = Persisted.of(self._held.values(), self._policy)
-        of_use = needed(self._held.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
-        self._held = {one.iteration: one for one in self._held.values() if one.key in of_use}
+        self._available[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
+        self.persisted = Persisted.of(self._available.values(), self._policy)
+        needed_keys = needed(self._available.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
+        self._available = {
+            checkpoint.iteration: checkpoint for checkpoint in self._available.values() if checkpoint.key in needed_keys
+        }
         self.newest = self.persisted.iteration or None
         self.health.on_stored(self.newest)
 
-    def failed(self, plan: SnapshotPlan, storage: SnapshotPlan, in_memory: bool) -> None:
+    def on_failure(self, plan: SnapshotPlan, storage: SnapshotPlan, in_memory: bool) -> None:
         """Records that a snapshot could not be saved to storage, because of :attr:`problem`.
 
         Args:
@@ -449,33 +453,33 @@ class StorageTier:
             in_memory: it also goes to the memory tier, if there is one.
         """
         self._policy.storage.on_write_ended(storage, committed=False)
-        self.health.failed(plan.iteration, self.problem)
-        self._lacks_due = not self._has_memory_tier
-        if plan.iteration == self.begun and not (self._has_memory_tier and in_memory):
+        self.health.on_failure(plan.iteration, self.problem)
+        self._is_overdue = not self._has_memory_tier
+        if plan.iteration == self.newest_started and not (self._has_memory_tier and in_memory):
             self.complete = False
-        self._broken_since, self._goes_since = plan.since, None
+        self._incomplete_window_start, self._storage_window_start = plan.since, None
         if not recovers_exactly(self._policy) and storage.complete:
             self._base_lost, self._base_requested = True, False
         if not self._has_memory_tier:
             self._policy.schedule.restart_window()
 
-    def abandoned(self, plan: SnapshotPlan) -> None:
+    def on_abandoned(self, plan: SnapshotPlan) -> None:
         """Records that some rank lacked memory for a snapshot, so that no tier has it."""
-        if plan.iteration == self.begun:
+        if plan.iteration == self.newest_started:
             self.complete = False
 
-    def is_broken(self, plan: SnapshotPlan) -> bool:
+    def is_window_incomplete(self, plan: SnapshotPlan) -> bool:
         """Whether storage lacks an earlier snapshot of the same window."""
-        return plan.since == self._broken_since
+        return plan.since == self._incomplete_window_start
 
     @property
     def memory_is_free(self) -> bool:
         """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
-        return self._has_memory_tier and self.begun == self.newest
+        return self._has_memory_tier and self.newest_started == self.newest
 
     def has(self, iteration: int) -> bool:
         """Whether storage has all state that was computed up to an iteration."""
-        return iteration == 0 or (self.newest == self.begun and self.complete)
+        return iteration == 0 or (self.newest == self.newest_started and self.complete)
 
     def lag(self, iteration: int) -> Lag | None:
         """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
@@ -483,10 +487,10 @@ class StorageTier:
         if every is None:
             return None
         promise = Promise.of(self._policy, every, 1 if self._has_memory_tier else OUTSTANDING, ALL_REDUCES)
-        operators, since = self._policy.operators, iteration if self._first is None else self._first
-        late = overdue(self.persisted, promise, operators, iteration, since)
-        oldest = min((self.persisted.learned.get(name, 0) for name in late), default=iteration)
-        return Lag(iteration - self.persisted.iteration, len(late), len(operators), iteration - oldest)
+        operators, since = self._policy.operators, iteration if self._first_due is None else self._first_due
+        overdue_operators = overdue(self.persisted, promise, operators, iteration, since)
+        oldest = min((self.persisted.learned.get(name, 0) for name in overdue_operators), default=iteration)
+        return Lag(iteration - self.persisted.iteration, len(overdue_operators), len(operators), iteration - oldest)
 
     def _lacks_base(self, iteration: int) -> bool:
         """Whether storage, in addition to a memory tier, lacks the full snapshot that partial ones need."""

@@ -10,7 +10,7 @@ from moc.policy import POLICIES, ObservedIteration, Transfer, check_plan
 from moc.policy.flags import JobShape
 from moc.policy.gradient import MAX_WINDOW, Gradient, shortest_window
 from moc.policy.interval import BLOCK, WARM_UP
-from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
+from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recovery_paths
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
@@ -66,21 +66,21 @@ def test_unsuperseded_snapshots_lead_to_their_iteration(window, stages, more):
     last = plans[-1]
     held = [kept(plan) for plan in plans if plan.iteration >= last.supersedes]
     assert len(held) <= 2 * window - 1 and (more < 2 * window or len(held) <= window)
-    way = next(recoveries(held, OPERATORS, exact=True))
-    assert way.iteration == last.iteration and len(way.moments) == 1
+    way = next(recovery_paths(held, OPERATORS, exact=True))
+    assert way.iteration == last.iteration and len(way.points) == 1
     for name in OTHERS:
-        steps = [one.iteration for one in way.folds.get(name, ())]
+        steps = [one.iteration for one in way.gradients.get(name, ())]
         base = way.sources[name, "master"].iteration
         assert steps == list(range(base + 1, last.iteration + 1))
-    assert not more or {one.iteration for one in way.used()} == {one.iteration for one in held}
+    assert not more or {one.iteration for one in way.checkpoints()} == {one.iteration for one in held}
     without_one = [one for one in held if one.iteration != last.supersedes]
-    assert next(recoveries(without_one, OPERATORS, exact=True), None) is None
+    assert next(recovery_paths(without_one, OPERATORS, exact=True), None) is None
 
 
 def test_gap_ends_chain_and_recovery_uses_earlier_iteration():
     plans = run(Gradient(OPERATORS, None, window=3), range(1, 9))
     held = [kept(plan) for plan in plans if plan.iteration != 7]
-    assert next(recoveries(held, OPERATORS, exact=True)).iteration == 6
+    assert next(recovery_paths(held, OPERATORS, exact=True)).iteration == 6
     assert {one[0] for one in needed(held, OPERATORS, True, 1)} == {4, 5, 6, 8}
 
 
@@ -90,7 +90,7 @@ def test_stored_round_is_complete_only_at_its_end():
         plan = policy.plan(iteration)
         if iteration >= 5:  # 2, 3, 4 and 5, 6, 7 are rounds
             stored.append(kept(policy.storage.part_of(plan), STORAGE))
-            ways = [way.iteration for way in recoveries(stored, OPERATORS, exact=True)]
+            ways = [way.iteration for way in recovery_paths(stored, OPERATORS, exact=True)]
             assert ways == ([7] if iteration == 7 else [])
         policy.on_snapshot(plan)
     details = [one.operators for one in stored]

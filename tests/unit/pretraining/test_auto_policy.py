@@ -83,7 +83,7 @@ class Run:
             moved = {"copied": copy_s, "written": write_s, "replicated": copy_s}
             seen = {name: Transfer(self.full, seconds) for name, seconds in moved.items()}
             self.auto.observe(ObservedIteration(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
-            if self.auto.plans_anew(self.iteration, load):
+            if self.auto.switches_policy(self.iteration, load):
                 return self.iteration
         return None
 
@@ -192,11 +192,11 @@ def test_faults_are_counted_but_not_regular_ends(tmp_path):
     run.train(WARM_UP)
     state = run.auto.state_dict()
     assert [Run(tmp_path, state).auto.state_dict()["measured"]["faults"] for _ in "ab"] == [1, 1]
-    run.auto.ends()
+    run.auto.mark_orderly_end()
     assert Run(tmp_path, run.auto.state_dict()).auto.state_dict()["measured"]["faults"] == 0
     run = Run(tmp_path)
     assert run.train(40)
-    run.auto.ends()  # a switch is none either
+    run.auto.mark_orderly_end()  # a switch is none either
     again = Run(tmp_path, run.auto.state_dict())
     assert again.auto.state_dict()["measured"]["faults"] == 0
     for _ in range(4):

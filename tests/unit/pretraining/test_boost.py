@@ -222,7 +222,7 @@ def owing(owed, iterations):
 def test_run_resumed_without_boost_drops_token_debt():
     layer = Layer()
     tracker = tracker_of(layer, None)
-    tracker.goes_on(owing(OWED, 20))
+    tracker.continue_from(owing(OWED, 20))
     assert tracker.debt is None and "tokens_owed" not in tracker.gauges | tracker.contribution()
 
 
@@ -233,7 +233,7 @@ def test_boost_ends_after_compensation_or_limit(everybody):
     dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()
     owed = tuple(9 * (drops or everybody) for drops in dropping)  # others never have more tokens than capacity
     tracker = tracker_of(layer, CapacityBoost(FRACTION, most))
-    tracker.goes_on(owing(owed, most))
+    tracker.continue_from(owing(owed, most))
     assert (layer()[1] & ~routed).any()
     layer.taken()
     made_up, iterations = [0] * EXPERTS, 0

@@ -1,6 +1,6 @@
 """Which node gives what an absent one had, and what each fetches."""
 
-from moc.recovery.inventory import Fetch, NodeInventory, Summary, adopters, to_fetch
+from moc.recovery.inventory import Fetch, NodeInventory, Summary, adopting_nodes, to_fetch
 
 SIZES = dict.fromkeys(("attention", "expert.0", "expert.1"), 8)
 
@@ -14,9 +14,9 @@ def part(iteration, operators, alike=None):
 def test_holder_of_newest_copy_takes_over_absent_node():
     mine, older, newer = [part(9, {"attention": 8})], [part(8, {"expert.0": 8})], [part(9, {"expert.0": 8})]
     nodes = {"0": NodeInventory(mine, {"1": older}), "2": NodeInventory(mine, {"1": newer, "0": mine})}
-    assert adopters(nodes) == {"1": "2"}
-    assert adopters({"0": NodeInventory(mine, {"1": older, "3": []})}) == {"1": "0"}
-    assert adopters(nodes | {"1": NodeInventory([], {})}) == {}  # it is back
+    assert adopting_nodes(nodes) == {"1": "2"}
+    assert adopting_nodes({"0": NodeInventory(mine, {"1": older, "3": []})}) == {"1": "0"}
+    assert adopting_nodes(nodes | {"1": NodeInventory([], {})}) == {}  # it is back
 
 
 def test_node_fetches_only_state_its_ranks_load():

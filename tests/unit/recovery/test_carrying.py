@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.recovery.expert_versions import CARRIED, Carrier, most_carried, slot_of
-from moc.recovery.gradient_chains import file_of_operator
-from moc.recovery.inventory import COPIED, in_memory, look
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.expert_versions import RETAINED_MANIFEST, ExpertVersions, max_retained, slot_of
+from moc.recovery.gradient_chains import operator_file_name
+from moc.recovery.inventory import COPIED, in_memory, list_checkpoints
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.operators import Detail, Operator, Region, operator_of
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.reserved_memory import SLOTS_DIRECTORY
@@ -64,12 +64,14 @@ def held_of(iteration, operators):
     return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
 
 
-def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail], name_of=shard_file_name) -> int:
+def take(
+    store: Store, carrier: ExpertVersions, iteration: int, operators: dict[str, Detail], name_of=shard_file_name
+) -> int:
     """What a run does for one snapshot; the bytes that it has carried."""
-    carried = carrier.carry(held_of(iteration, operators))
+    carried = carrier.retain(held_of(iteration, operators))
     save(store, iteration, operators, name_of)
     carrier.retire(iteration)
-    carrier.drop(iteration)
+    carrier.remove_outdated(iteration)
     return carried
 
 
@@ -79,9 +81,9 @@ def in_full(*experts):
 
 def newest(store: Store) -> dict[str, tuple[int, int]]:
     """By operator, the iterations of master weights and moments that a run goes on with; all files are compared."""
-    held = in_memory([look(store)[0]], OPERATORS)
-    way = next(recoveries(held, OPERATORS, exact=False))
-    for one in way.used():
+    held = in_memory([list_checkpoints(store)[0]], OPERATORS)
+    way = next(recovery_paths(held, OPERATORS, exact=False))
+    for one in way.checkpoints():
         manifest = store.read_manifest(one.iteration)
         reader = ShardReader(
             (store.open_verified(one.iteration, name, entry) for name, entry in manifest.files.items()), verifies=True
@@ -116,7 +118,7 @@ def store(tmp_path):
 )
 def test_every_expert_restores_newest_state_once(tmp_path_factory, chosen, rest, name_of):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
-    carrier, wanted, saved = Carrier(store, ONES), {}, {}
+    carrier, wanted, saved = ExpertVersions(store, ONES), {}, {}
     for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
         operators = dict.fromkeys(NAMES, rest) if rest else {}
         saved[iteration] = operators | in_full(*experts)
@@ -143,7 +145,7 @@ def test_every_expert_restores_newest_state_once(tmp_path_factory, chosen, rest,
 )
 def test_number_of_files_is_predicted_exactly(tmp_path_factory, chosen):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
-    carrier, plans, there = Carrier(store, ONES), [in_full(*range(EXPERTS))], Counter()
+    carrier, plans, there = ExpertVersions(store, ONES), [in_full(*range(EXPERTS))], Counter()
     for details in chosen:
         its = {f"layers.0.expert.{e}": d for e, d in enumerate(details) if d not in (None, Detail.COMPUTE)}
         plans.append(in_full() | its)
@@ -152,7 +154,7 @@ def test_number_of_files_is_predicted_exactly(tmp_path_factory, chosen):
         take(store, carrier, one.iteration, operators)
         slots = store.storage.root / SLOTS_DIRECTORY
         there |= Counter(path.name.partition(".")[0] for path in slots.glob("*"))
-    most = most_carried(held, NAMES, 0)
+    most = max_retained(held, NAMES, 0)
     assert {slot_of(detail): number for detail, number in most.items()} == there
 
 
@@ -160,7 +162,7 @@ def test_number_of_files_is_predicted_exactly(tmp_path_factory, chosen):
 @given(st.lists(st.lists(st.sampled_from(["full", "grad", None]), min_size=EXPERTS, max_size=EXPERTS), max_size=7))
 def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
-    carrier, chains = Carrier(store, ONES), {}
+    carrier, chains = ExpertVersions(store, ONES), {}
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     chains = {f"layers.0.expert.{e}": [1] for e in range(EXPERTS)}
     for iteration, details in enumerate(wanted, start=2):
@@ -173,8 +175,8 @@ def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
             elif detail is not None:
                 operators[name], chains[name] = Detail.FULL, [iteration]
         take(store, carrier, iteration, operators)
-    way = next(recoveries(in_memory([look(store)[0]], OPERATORS), OPERATORS, exact=False))
-    folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
+    way = next(recovery_paths(in_memory([list_checkpoints(store)[0]], OPERATORS), OPERATORS, exact=False))
+    folds = {name: [one.iteration for one in its] for name, its in way.gradients.items()}
     assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
     last = len(wanted) + 1
     data = {i: bytes_in(store, i) - 4096 * len(store.read_manifest(i).files) for i in store.iterations()}
@@ -184,7 +186,7 @@ def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
 def test_only_versions_missing_in_next_snapshot_are_retained(store, k):
-    policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), Carrier(store, ONES)
+    policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), ExpertVersions(store, ONES)
     expert, moved, partial = 2 * ROWS * 2 * 4, [], False
     for iteration in range(1, 2 * EXPERTS):
         plan = policy.plan(iteration)
@@ -206,7 +208,7 @@ def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
 
     def life(root, dies_after):
         store = Store(LocalStorage(root, in_memory=True), allows_slack=True)
-        carrier, left = Carrier(store, ONES), itertools.count()
+        carrier, left = ExpertVersions(store, ONES), itertools.count()
         real = {name: getattr(os, name) for name in ("rename", "unlink")}
 
         def dying(name):
@@ -223,7 +225,7 @@ def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
                 for name in real:
                     monkeypatch.setattr(os, name, dying(name))
             try:
-                carrier.carry(held_of(iteration, operators))
+                carrier.retain(held_of(iteration, operators))
                 for name in real:
                     monkeypatch.setattr(os, name, real[name])
                 save(store, iteration, operators)
@@ -231,7 +233,7 @@ def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
                     for name in real:
                         monkeypatch.setattr(os, name, dying(name))
                 carrier.retire(iteration)
-                carrier.drop(iteration)
+                carrier.remove_outdated(iteration)
             except Killed:
                 return newest_after(store), iteration in store.iterations()
             finally:
@@ -243,7 +245,7 @@ def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
         for name in ("replace", "unlink"):
             monkeypatch.setattr(os, name, getattr(os, name))
         monkeypatch.undo()
-        Carrier(store, ONES).delete()
+        ExpertVersions(store, ONES).delete()
         return {int(name.split(".")[-1]): of[0] for name, of in newest(store).items() if name in NAMES}
 
     before = {0: 2, 1: 2, 2: 3, 3: 3} | dict.fromkeys(range(4, 8), 1)
@@ -260,29 +262,32 @@ def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
 
 def test_newest_peer_copy_is_unchanged(store):
     """Who keeps them for another node carries when a copy is whole: nothing else is coming."""
-    carrier = Carrier(store, ONES)
+    carrier = ExpertVersions(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
-    assert carrier.carry() // (2 * ROWS * 2 * 4 + 4096) == EXPERTS - 2
-    assert [CARRIED in store.storage.list_names(checkpoint_name(iteration)) for iteration in (1, 2)] == [True, False]
+    assert carrier.retain() // (2 * ROWS * 2 * 4 + 4096) == EXPERTS - 2
+    assert [RETAINED_MANIFEST in store.storage.list_names(checkpoint_name(iteration)) for iteration in (1, 2)] == [
+        True,
+        False,
+    ]
 
 
 def test_snapshot_not_reduced_yet_is_unchanged(store):
-    carrier = Carrier(store, ONES)
+    carrier = ExpertVersions(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     manifest, files = store.read_manifest(1), store.storage.list_names(checkpoint_name(1))
-    carrier.drop(2)
+    carrier.remove_outdated(2)
     assert store.read_manifest(1) == manifest and store.storage.list_names(checkpoint_name(1)) == files
 
 
 def test_versions_retained_for_lost_snapshot_are_dropped(store):
-    carrier = Carrier(store, ONES)
+    carrier = ExpertVersions(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
-    carrier.carry(held_of(2, in_full(0, 1)))
-    again = Carrier(store, ONES)
+    carrier.retain(held_of(2, in_full(0, 1)))
+    again = ExpertVersions(store, ONES)
     again.delete()
-    assert CARRIED not in store.storage.list_names(checkpoint_name(1))
+    assert RETAINED_MANIFEST not in store.storage.list_names(checkpoint_name(1))
     untouched = {path.name: path.stat().st_ino for path in (store.storage.root / checkpoint_name(1)).iterdir()}
     again.delete()
     assert {path.name: path.stat().st_ino for path in (store.storage.root / checkpoint_name(1)).iterdir()} == untouched
@@ -291,52 +296,54 @@ def test_versions_retained_for_lost_snapshot_are_dropped(store):
 
 
 def test_failure_to_retain_expert_is_reported(store):
-    carrier = Carrier(store, ONES)
+    carrier = ExpertVersions(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     (store.storage.root / checkpoint_name(1) / shard_file_name(1)).unlink()
     with raises("checkpoint-unreadable", "rank_00001"):
-        carrier.carry(held_of(2, in_full(0)))
-    assert file_of_operator("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
+        carrier.retain(held_of(2, in_full(0)))
+    assert operator_file_name("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
 
 
 def test_retained_versions_replace_reused_snapshot(store):
     """A snapshot was safe, and the process ended before it could reduce the one before."""
-    carrier, before, after = Carrier(store, ONES), in_full(*range(EXPERTS)), in_full(0, 1)
+    carrier, before, after = ExpertVersions(store, ONES), in_full(*range(EXPERTS)), in_full(0, 1)
     save(store, 1, before)
-    carrier.carry(held_of(2, after))
+    carrier.retain(held_of(2, after))
     save(store, 2, after)
-    assert carrier.whole() == {1, 2}
+    assert carrier.unreduced() == {1, 2}
     for rank in range(2):
         path = store.storage.root / checkpoint_name(1) / shard_file_name(rank)
         path.write_bytes(bytes(path.stat().st_size))
-    Carrier(store, ()).reduce(2)
-    assert carrier.whole() == {2} and newest(store) == {name: (1, 1) for name in before} | {n: (2, 2) for n in after}
+    ExpertVersions(store, ()).reduce(2)
+    assert carrier.unreduced() == {2} and newest(store) == {name: (1, 1) for name in before} | {
+        n: (2, 2) for n in after
+    }
 
 
 def test_snapshot_without_retained_versions_is_unchanged(store):
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
-    Carrier(store, ()).reduce(2)
-    assert Carrier(store, ONES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
+    ExpertVersions(store, ()).reduce(2)
+    assert ExpertVersions(store, ONES).unreduced() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
 
 
 def test_memory_keeps_shared_experts_that_copies_need(store):
     """Other nodes save as much of each expert, and get copies of some of what this one saves."""
     shared = [Operator(one.name, one.kind, one.layer, one.expert, 2 * one.parameters) for one in ONES]
     for carrier, versions in (
-        (Carrier(store, shared), {1: {3}, 2: {0, 1}, 3: {2, 0, 1}}),
-        (Carrier(store, ONES), {1: {3}}),
+        (ExpertVersions(store, shared), {1: {3}, 2: {0, 1}, 3: {2, 0, 1}}),
+        (ExpertVersions(store, ONES), {1: {3}}),
     ):
         for iteration in store.iterations():
             store.remove(iteration)
         for iteration, experts, copied in ((1, range(4), range(4)), (2, (0, 1, 2), (0, 1)), (3, (0, 1, 2), (2,))):
             names = [f"layers.0.expert.{e}" for e in copied]
-            carrier.carry(held_of(iteration, in_full(*experts)), names)
+            carrier.retain(held_of(iteration, in_full(*experts)), names)
             save(store, iteration, in_full(*experts))
             manifest = store.read_manifest(iteration)
             store.publish_as_is(replace(manifest, state={**manifest.state, COPIED: ["output", *names]}))
             carrier.retire(iteration)
-            carrier.drop(iteration)
+            carrier.remove_outdated(iteration)
         there = {
             i: {int(n.split(".")[-1]) for n in store.read_manifest(i).operators if n != "output"}
             for i in store.iterations()
@@ -345,7 +352,7 @@ def test_memory_keeps_shared_experts_that_copies_need(store):
 
 
 def test_snapshots_of_repeated_iterations_are_reduced(store):
-    carrier = Carrier(store, OPERATORS)
+    carrier = ExpertVersions(store, OPERATORS)
     for iteration in range(1, 9):
         take(store, carrier, iteration, in_full(iteration % EXPERTS))
     for later in range(4, 9):
@@ -353,4 +360,4 @@ def test_snapshots_of_repeated_iterations_are_reduced(store):
     save(store, 4, in_full(*range(EXPERTS)))  # what a recovery has gone back to
     for iteration in range(5, 9):
         take(store, carrier, iteration, in_full(iteration % EXPERTS))
-        assert carrier.whole() == {iteration}
+        assert carrier.unreduced() == {iteration}

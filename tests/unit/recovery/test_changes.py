@@ -2,9 +2,9 @@
 
 from moc.errors import code_of
 from moc.policy import Every, policy_named, recovers_exactly
-from moc.recovery.inventory import Experts, experts_staying, in_storage_alone, is_of
+from moc.recovery.inventory import RetainedExperts, is_planned_by, retained_experts, storage_suffices
 from moc.recovery.plan import exact_resume_error
-from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recovery_paths
 from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 
@@ -30,7 +30,7 @@ def saved(name, tier, upto):
 @each_row("old", POLICIES)
 def test_changed_policy_resumes_or_reports_reason(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
-    way = next(recoveries(held, OPERATORS, recovers_exactly(policy)))
+    way = next(recovery_paths(held, OPERATORS, recovers_exactly(policy)))
     why = exact_resume_error(held, policy, way.iteration)
     if old == "pec" and new != "pec":
         assert code_of(why) == "policy-change-refused" and way.iteration == 1  # the first one of everything
@@ -38,8 +38,8 @@ def test_changed_policy_resumes_or_reports_reason(old, new, tier):
         assert str(exact_resume_error(held, policy)) == str(why)
         return
     assert why is None and way.iteration >= 7  # the end of a window
-    assert is_of(policy, way) == (old == new)
-    assert in_storage_alone(held, policy) == (old == new and tier == STORAGE)
+    assert is_planned_by(policy, way) == (old == new)
+    assert storage_suffices(held, policy) == (old == new and tier == STORAGE)
 
 
 def test_complete_partial_snapshot_is_not_refused():
@@ -56,8 +56,8 @@ def test_experts_in_memory_are_kept_and_newer_ones_are_dropped():
         AvailableCheckpoint(9, MEMORY, {}),
         AvailableCheckpoint(8, BEFORE, {}),
     ]
-    assert experts_staying(used, in_memory=(), iteration=6) == Experts((4, 6), (9,), (8,))
-    assert experts_staying(used, in_memory=(6,), iteration=6) == Experts((4,), (9,), (8,))
+    assert retained_experts(used, in_memory=(), iteration=6) == RetainedExperts((4, 6), (9,), (8,))
+    assert retained_experts(used, in_memory=(6,), iteration=6) == RetainedExperts((4,), (9,), (8,))
 
 
 def test_damage_removes_only_damaged_operators():

@@ -1,7 +1,7 @@
 """Copies of some operators: what stays of use, what is missing, and what need not come back."""
 
 from moc.recovery.copy_placement import to_restore
-from moc.recovery.expert_versions import copies_of_use, partly_copied, to_copy
+from moc.recovery.expert_versions import newest_copied_iterations, partly_copied, to_copy
 from moc.recovery.inventory import NodeInventory, Summary
 from moc.state.operators import Operator
 
@@ -57,7 +57,10 @@ def test_newest_copies_of_each_node_are_kept():
         "b": NodeInventory([part(7, 0, copied=())], {}),
         "c": NodeInventory([], copies),
     }
-    assert copies_of_use(nodes, NAMES, 10) == {6, 8, 9} and copies_of_use(nodes, NAMES, 7) == {5, 6}
+    assert newest_copied_iterations(nodes, NAMES, 10) == {6, 8, 9} and newest_copied_iterations(nodes, NAMES, 7) == {
+        5,
+        6,
+    }
     assert partly_copied(nodes) and not partly_copied({"c": nodes["c"]})
 
 

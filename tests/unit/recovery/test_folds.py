@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moc.recovery import gradient_folding
-from moc.recovery.expert_versions import Carrier
-from moc.recovery.gradient_chains import Chain, file_of_folded, foldable, place_of_folded
-from moc.recovery.gradient_folding import RULES, carry_out
-from moc.recovery.inventory import in_memory, look
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.recovery.expert_versions import ExpertVersions
+from moc.recovery.gradient_chains import Chain, applicable_chains, updated_file_name, updated_store
+from moc.recovery.gradient_folding import RULES, execute_order
+from moc.recovery.inventory import in_memory, list_checkpoints
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recovery_paths
 from moc.state.adam import Rule, Rules, kind_of
 from moc.state.operators import Detail, Operator, Region
 from moc.state.record import StepRecord
@@ -33,7 +33,7 @@ class Run:
     def __init__(self, path):
         torch.manual_seed(3)
         self.store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
-        self.carrier = Carrier(self.store, ONES)
+        self.carrier = ExpertVersions(self.store, ONES)
         self.experts = {name: torch.nn.Parameter(torch.randn(SHAPE)) for name in NAMES}
         self.optimizer = torch.optim.AdamW(self.experts.values(), weight_decay=0.1)
         self.iteration, self.was, self.rules = 0, {}, Rules(0.5, {})
@@ -56,10 +56,10 @@ class Run:
         planned = {NAMES[int(key[1:])]: detail for key, detail in details.items()}
         both = frozenset(NAMES[e] for e in compared)
         coming = AvailableCheckpoint(self.iteration, MEMORY, {n: d.value for n, d in planned.items()})
-        self.carrier.carry(coming, compared=both)
+        self.carrier.retain(coming, compared=both)
         self._save(planned, both, gradients, record)
         self.carrier.retire(self.iteration)
-        self.carrier.drop(self.iteration)
+        self.carrier.remove_outdated(self.iteration)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         parameter = self.experts[name]
@@ -91,8 +91,8 @@ class Run:
 
     def comes_back(self) -> dict[str, int]:
         """By expert, the iteration of its newest base, which must have the bits that the expert had then."""
-        held = in_memory([look(self.store)[0]], ONES)
-        way = next(recoveries(held, ONES, exact=False))
+        held = in_memory([list_checkpoints(self.store)[0]], ONES)
+        way = next(recovery_paths(held, ONES, exact=False))
         found = {name: way.sources[name, "master"].iteration for name in NAMES}
         assert way.iteration == self.iteration and not way.stale
         for name, iteration in found.items():
@@ -117,13 +117,13 @@ def test_folded_chain_equals_trained_state(run):
     for _ in range(8):
         run.train(**ALL_GRAD)
     assert run.comes_back() == dict.fromkeys(NAMES, 1)
-    first, *others = run.carrier.to_fold(least=4)
+    first, *others = run.carrier.chains_to_apply(least=4)
     assert {first, *others} == {Chain(name, 1, 8) for name in NAMES}  # the newest snapshot is not reduced yet
-    outcome = carry_out(run.store, [], [first])
+    outcome = execute_order(run.store, [], [first])
     assert outcome == ([first.operator], 7, [], [], [], "")
-    assert run.carrier.adopt() == [first.operator] and not place_of_folded(run.store).storage.list_names()
+    assert run.carrier.install_bases() == [first.operator] and not updated_store(run.store).storage.list_names()
     assert run.comes_back() == {name: 8 if name == first.operator else 1 for name in NAMES}
-    run.carrier.drop(run.iteration)
+    run.carrier.remove_outdated(run.iteration)
     assert run.comes_back()[first.operator] == 8
     assert (
         first.operator not in run.store.read_manifest(1).operators
@@ -131,48 +131,48 @@ def test_folded_chain_equals_trained_state(run):
     assert first.operator not in run.store.read_manifest(5).operators
     run.train(**ALL_GRAD)
     run.train(e0=GRAD, e1=GRAD)
-    assert carry_out(run.store, [], run.carrier.to_fold(least=1)).gradients == 2 + 9 + 9
-    run.carrier.adopt()
-    run.carrier.drop(run.iteration)
-    held = {one.iteration: one.operators for one in in_memory([look(run.store)[0]], ONES)}
+    assert execute_order(run.store, [], run.carrier.chains_to_apply(least=1)).gradients == 2 + 9 + 9
+    run.carrier.install_bases()
+    run.carrier.remove_outdated(run.iteration)
+    held = {one.iteration: one.operators for one in in_memory([list_checkpoints(run.store)[0]], ONES)}
     assert {n: max(i for i in held if held[i].get(n) == "full") for n in NAMES} == dict.fromkeys(NAMES, 10)
 
 
 def test_killed_applier_leaves_state_unchanged(run):
     for _ in range(6):
         run.train(**ALL_GRAD)
-    chains = run.carrier.to_fold(least=1)
-    into, steps = place_of_folded(run.store), gradient_folding._Steps(run.store)
-    steps.fold(chains[0], into)  # killed before it is published
-    assert run.carrier.adopt() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
-    steps.fold(chains[0], into)
-    carry_out(run.store, [], chains[1:])
-    new = run.carrier._new(6, file_of_folded(chains[1].operator))  # a worker killed while it adopts it
+    chains = run.carrier.chains_to_apply(least=1)
+    into, steps = updated_store(run.store), gradient_folding._Steps(run.store)
+    steps.apply(chains[0], into)  # killed before it is published
+    assert run.carrier.install_bases() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
+    steps.apply(chains[0], into)
+    execute_order(run.store, [], chains[1:])
+    new = run.carrier._new_path(6, updated_file_name(chains[1].operator))  # a worker killed while it adopts it
     torch.save({}, new)
     assert run.comes_back() == dict.fromkeys(NAMES, 1)
-    assert run.carrier.adopt() == [chain.operator for chain in chains[1:]]
+    assert run.carrier.install_bases() == [chain.operator for chain in chains[1:]]
     assert run.comes_back() == {name: 1 if name == chains[0].operator else 6 for name in NAMES}
 
 
 def test_chain_is_kept_until_compared_with_its_final_state(run):
-    run.carrier.compares = True
+    run.carrier.is_comparing = True
     for _ in range(5):
         run.train(**ALL_GRAD)
     run.train(e0=FULL, e1=FULL, e2=GRAD, compared=(0,))  # the first with its gradients
     run.train(**ALL_GRAD)
     run.train(**ALL_GRAD)
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
-    (chain,) = run.carrier.to_compare()
+    (chain,) = run.carrier.chains_to_compare()
     assert chain == Chain(NAMES[0], 1, 7) and run.store.read_manifest(1).operators.keys() == {NAMES[0], NAMES[2]}
-    assert carry_out(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
-    run.carrier.is_compared([NAMES[0]])
+    assert execute_order(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
+    run.carrier.on_compared([NAMES[0]])
     run.train(**ALL_GRAD)
-    assert not run.carrier.to_compare() and run.store.read_manifest(1).operators.keys() == {NAMES[2]}
+    assert not run.carrier.chains_to_compare() and run.store.read_manifest(1).operators.keys() == {NAMES[2]}
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
 
 
 def test_differing_bits_are_detected(run, monkeypatch):
-    run.carrier.compares = True
+    run.carrier.is_comparing = True
     run.train(**ALL_GRAD)
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
     run.train(**ALL_GRAD)
@@ -181,17 +181,17 @@ def test_differing_bits_are_detected(run, monkeypatch):
     monkeypatch.setattr(
         gradient_folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f)
     )
-    assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
+    assert execute_order(run.store, run.carrier.chains_to_compare(), []).differing == [NAMES[0]]
 
 
 def test_newer_state_ends_wait_for_comparison(run):
-    run.carrier.compares = True
+    run.carrier.is_comparing = True
     run.train(**ALL_GRAD)
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
     run.train(e0=FULL, e1=GRAD, e2=GRAD)
     run.train(**ALL_GRAD)
-    assert not run.carrier.to_compare() and run.comes_back()[NAMES[0]] == 4
-    assert NAMES[0] in {chain.operator for chain in run.carrier.to_fold(least=0)}
+    assert not run.carrier.chains_to_compare() and run.comes_back()[NAMES[0]] == 4
+    assert NAMES[0] in {chain.operator for chain in run.carrier.chains_to_apply(least=0)}
 
 
 def test_damaged_gradients_or_missing_rules_fold_nothing(run):
@@ -202,12 +202,12 @@ def test_damaged_gradients_or_missing_rules_fold_nothing(run):
     data[-1] ^= 1
     path.write_bytes(data)
     (run.store.storage.root / checkpoint_name(5) / f"{NAMES[1]}.safetensors").unlink()
-    outcome = carry_out(run.store, [], run.carrier.to_fold(least=1))
+    outcome = execute_order(run.store, [], run.carrier.chains_to_apply(least=1))
     assert outcome.folded == [NAMES[2]] and set(outcome.superseded) == {NAMES[0], NAMES[1]}
     manifest = run.store.read_manifest(2)
     told = {**manifest.state, RULES: Rules(0.5, {}).to_plain()}
     run.store.publish_as_is(dataclasses.replace(manifest, state=told))
-    outcome = carry_out(run.store, [], [Chain(NAMES[2], 1, 5)])
+    outcome = execute_order(run.store, [], [Chain(NAMES[2], 1, 5)])
     assert not outcome.folded and outcome.why.startswith(f"{NAMES[2]}: ")
 
 
@@ -216,5 +216,5 @@ def test_chains_have_no_gap_and_start_at_newest_base():
         return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in details.items()})
 
     there = [held(1, a=FULL, b=FULL, c=GRAD), held(2, a=GRAD, b=GRAD, c=GRAD), held(3, a=FULL), held(4, a=GRAD, b=GRAD)]
-    assert foldable(there, {"a", "b", "c", "d"}, 1) == [Chain("a", 3, 4), Chain("b", 1, 2)]
-    assert foldable(there, {"a", "b"}, 2) == []
+    assert applicable_chains(there, {"a", "b", "c", "d"}, 1) == [Chain("a", 3, 4), Chain("b", 1, 2)]
+    assert applicable_chains(there, {"a", "b"}, 2) == []

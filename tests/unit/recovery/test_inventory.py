@@ -1,6 +1,6 @@
 """What the memory of several nodes holds together."""
 
-from moc.recovery.inventory import Summary, in_memory, in_storage, look, whole_in
+from moc.recovery.inventory import Summary, in_memory, in_storage, list_checkpoints, merge_complete
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
@@ -46,7 +46,7 @@ def test_manifest_summary_and_unreadable_manifest(tmp_path):
     elements = {"master": 128, "exp_avg": 128}
     expected = Summary(3, 2, 2, {name: ("full", elements) for name in in_full(0)}, "", "pec")
     (tmp_path / checkpoint_name(4) / "manifest.json").write_text("{")
-    summaries, (problem,) = look(store)
+    summaries, (problem,) = list_checkpoints(store)
     assert summaries == [expected] and problem.startswith(f"{tmp_path}/iter_0000004/manifest.json is damaged")
     (held,) = in_storage(summaries)
     assert held == AvailableCheckpoint(3, STORAGE, dict.fromkeys(in_full(0), "full")) and held.policy == "pec"
@@ -75,8 +75,8 @@ def test_operator_partly_on_lost_node_is_excluded():
         return Manifest(3, "pec", 3, {f"rank_{rank:05d}.safetensors": FileEntry(9, 8, "")}, entries, {}, {})
 
     lost = [part(0, output=5, **{"layers.0.router": 4}), part(1, output=5)]
-    assert whole_in(OPERATORS, lost).operators == {"output": OperatorEntry("full", 3, {"master": 10})}
-    assert whole_in(OPERATORS, [*lost, part(2, **{"layers.0.router": 2})]).operators.keys() == {
+    assert merge_complete(OPERATORS, lost).operators == {"output": OperatorEntry("full", 3, {"master": 10})}
+    assert merge_complete(OPERATORS, [*lost, part(2, **{"layers.0.router": 2})]).operators.keys() == {
         "output",
         "layers.0.router",
     }
@@ -85,8 +85,8 @@ def test_operator_partly_on_lost_node_is_excluded():
 def test_identical_replicas_are_complete_on_each_node():
     """Each node resumes from its own memory."""
     alike = {"output": 2}
-    parts = [[Summary(3, 4, 1, {"output": full(10)}, alike=alike)] for _ in range(2)]
+    parts = [[Summary(3, 4, 1, {"output": full(10)}, replica_counts=alike)] for _ in range(2)]
     assert [one.operators for one in in_memory(parts, OPERATORS)] == [{"output": "full"}]
     assert [one.operators for one in in_memory(parts[:1], OPERATORS)] == [{}]
     (part,) = parts[0]
-    assert part.shares("output", 10) and not part._replace(alike={}).shares("output", 10)
+    assert part.shares("output", 10) and not part._replace(replica_counts={}).shares("output", 10)

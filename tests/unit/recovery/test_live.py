@@ -32,30 +32,30 @@ def plan_of(live, pieces, keeps=True):
 
 
 def sources(plan):
-    return {name: held.key for (name, _), held in plan.way.sources.items()}
+    return {name: held.key for (name, _), held in plan.path.sources.items()}
 
 
 def test_without_zero_only_lost_expert_is_stale():
     plan = plan_of({0: 9, 1: 9}, of_ranks(zero=False))
-    assert (plan.iteration, plan.keep) == (9, {0, 1}) and plan.way.base.tier == LIVE
+    assert (plan.iteration, plan.keep) == (9, {0, 1}) and plan.path.base.tier == LIVE
     assert plan.copies == (RankCopy("embedding", 0, 2),)
     assert sources(plan) == dict.fromkeys(["embedding", *NAMES[:2]], (9, LIVE)) | {NAMES[2]: (4, MEMORY)}
-    assert [plan.way.learned_until(name) for name in NAMES] == [9, 9, 4]
+    assert [plan.path.learned_until(name) for name in NAMES] == [9, 9, 4]
 
 
 def test_zero_returns_dense_state_and_keeps_newer_experts():
     plan = plan_of({0: 9, 1: 9}, of_ranks(zero=True))
-    assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ()) and plan.way.base.key == (7, MEMORY)
+    assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ()) and plan.path.base.key == (7, MEMORY)
     assert sources(plan) == {"embedding": (7, MEMORY)} | dict.fromkeys(NAMES[:2], (9, LIVE)) | {NAMES[2]: (4, MEMORY)}
-    assert [plan.way.learned_until(name) for name in NAMES] == [7, 7, 4]  # what is newer does not count
+    assert [plan.path.learned_until(name) for name in NAMES] == [7, 7, 4]  # what is newer does not count
 
 
 def test_snapshots_of_survivor_state_stay_for_next_loss():
     for zero in (True, False):
         plan = plan_of({0: 9, 1: 9}, of_ranks(zero))
-        assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {(4, MEMORY), (6, MEMORY), (7, MEMORY)}
+        assert {one.key for one in still_needed(plan.path, HELD, OPERATORS)} == {(4, MEMORY), (6, MEMORY), (7, MEMORY)}
     plan = plan_of({}, of_ranks(True))
-    assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {one.key for one in plan.way.used()}
+    assert {one.key for one in still_needed(plan.path, HELD, OPERATORS)} == {one.key for one in plan.path.checkpoints()}
 
 
 def test_experts_are_reloaded_unless_policy_keeps_them():
@@ -69,7 +69,7 @@ def test_worker_without_commit_receives_newer_dense_state():
     plan = plan_of({0: 9, 1: 8}, of_ranks(zero=False))
     assert (plan.iteration, plan.keep) == (9, {0})
     assert plan.copies == (RankCopy("embedding", 0, 1), RankCopy("embedding", 0, 2))
-    assert sources(plan)[NAMES[1]] == (8, LIVE) and plan.way.learned_until(NAMES[1]) == 8
+    assert sources(plan)[NAMES[1]] == (8, LIVE) and plan.path.learned_until(NAMES[1]) == 8
 
 
 def test_expert_with_replicas_comes_from_one_of_them():
@@ -106,7 +106,7 @@ def test_only_lost_experts_are_updated_from_gradients():
         held = chains + live_states(live, of_ranks(zero=False), "selective")
         plan = next(plans(JobInventory(held, live, of_ranks(zero=False)), OPERATORS, exact=False))
         assert plan.iteration == reached and sources(plan)[NAMES[0]] == (reached, LIVE)
-        assert {name: [one.key for one in its] for name, its in plan.way.folds.items()} == {
+        assert {name: [one.key for one in its] for name, its in plan.path.gradients.items()} == {
             NAMES[2]: [(5, MEMORY), (6, MEMORY)]
         }
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.logs.log import Pipeline
-from moc.recovery.plan import InterruptedReplay, JobInventory, Logs, plans, scope
+from moc.recovery.plan import InterruptedReplay, JobInventory, Logs, plans, replaying_stages
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 
@@ -50,18 +50,18 @@ def test_stage_receives_from_its_neighbours():
 def test_only_lost_stage_replays():
     of = logs(chain(4), width=2)
     plan = first(alive(of, 3), of)
-    assert (plan.iteration, plan.stages, plan.way.iteration) == (NEWEST, {1}, 6)
+    assert (plan.iteration, plan.stages, plan.path.iteration) == (NEWEST, {1}, 6)
     assert plan.keep == {0, 1, 4, 5, 6, 7} and not plan.complete  # 2, its data-parallel peer, goes back with it
-    assert plan.again == range(6, NEWEST + 1)
+    assert plan.replayed_iterations == range(6, NEWEST + 1)
 
 
 def test_newest_window_with_logs_and_records_is_used():
     everything = AvailableCheckpoint(7, STORAGE, dict.fromkeys(NAMES, "full"))
     of = logs(chain(4))
     plan = first(alive(of, 3), of, held=[everything, *WINDOW])
-    assert (plan.way.iteration, plan.again) == (7, range(8, NEWEST + 1))
+    assert (plan.path.iteration, plan.replayed_iterations) == (7, range(8, NEWEST + 1))
     older = first(alive(of, 3), of, held=WINDOW)
-    assert (older.way.iteration, older.again) == (6, range(6, NEWEST + 1))
+    assert (older.path.iteration, older.replayed_iterations) == (6, range(6, NEWEST + 1))
 
 
 def test_adjacent_stages_replay_together_and_others_separately():
@@ -84,7 +84,7 @@ def test_no_stage_replays_separately_if_all_must_return():
     none = replace(of, kept={})
     plan = first(alive(none, 1), none)
     assert (plan.iteration, plan.stages, plan.keep) == (6, frozenset(), frozenset())
-    assert scope([0], 5, 8, none) is None
+    assert replaying_stages([0], 5, 8, none) is None
 
 
 def test_worker_that_missed_commit_completes_iteration():
@@ -98,7 +98,7 @@ def test_worker_that_missed_commit_completes_iteration():
 def test_only_commit_is_completed_if_no_state_is_lost():
     of = logs(chain(2), reduced={0: NEWEST})
     plan = first({0: NEWEST - 1, 1: NEWEST}, of)
-    assert (plan.iteration, plan.keep, plan.complete, plan.way, plan.stages) == (NEWEST, {1}, {0}, None, frozenset())
+    assert (plan.iteration, plan.keep, plan.complete, plan.path, plan.stages) == (NEWEST, {1}, {0}, None, frozenset())
 
 
 def test_iteration_without_norm_cannot_be_replayed():
@@ -113,14 +113,14 @@ def test_lost_stage_without_window_has_no_plan():
 
 def cut_off(of: Logs, stage: int, iteration: int, *frozen: str, **more) -> Logs:
     """The same logs, if a stage had come so far with computing again; later iterations it has not logged again yet."""
-    ranks = of.of(stage)
+    ranks = of.ranks_of_stage(stage)
     replayed = dict.fromkeys(ranks, InterruptedReplay(iteration, frozenset(frozen), **more))
     kept = {rank: [one for one in of.kept[rank] if one <= iteration] for rank in ranks}
     return replace(of, replayed=of.replayed | replayed, kept=of.kept | kept)
 
 
 def begins(plan) -> dict[int, int]:
-    return {stage: course.begin for stage, course in plan.courses.items()}
+    return {stage: course.begin for stage, course in plan.stage_plans.items()}
 
 
 def test_stage_continues_replay_if_separate_stage_is_lost():
@@ -128,19 +128,19 @@ def test_stage_continues_replay_if_separate_stage_is_lost():
     plan = first(alive(of, 2, 3, 6), of)
     assert begins(plan) == {1: 7, 3: 5} and plan.keep == {0, 1, 4, 5} and plan.begin == 5
     assert [plan.computing(iteration) for iteration in (6, 7, 8)] == [{3}, {3}, {1, 3}]
-    assert plan.course(1).goes_on and plan.course(1).way is None and plan.course(3).way is plan.way
+    assert plan.stage_plan(1).is_resumed and plan.stage_plan(1).path is None and plan.stage_plan(3).path is plan.path
 
 
 def test_replay_continues_if_no_more_state_is_lost():
     of = cut_off(logs(chain(4)), 1, 7)
     plan = first(alive(of, 1), of)
-    assert begins(plan) == {1: 7} and plan.way is None and plan.again == range(8, 9)
+    assert begins(plan) == {1: 7} and plan.path is None and plan.replayed_iterations == range(8, 9)
 
 
 def test_unfinished_window_loads_compute_weights():
     of = cut_off(logs(chain(3)), 0, 6, NAMES[1])
-    course = first(alive(of, 0, 2), of).course(0)
-    assert (course.begin, course.whole, course.moment(6).full) == (6, 6, (NAMES[1],))
+    course = first(alive(of, 0, 2), of).stage_plan(0)
+    assert (course.begin, course.complete_at, course.point(6).full) == (6, 6, (NAMES[1],))
     lacking = replace(of, replayed={0: InterruptedReplay(6, frozenset(NAMES))})
     assert begins(first(alive(lacking, 0, 2), lacking)) == {0: 5, 2: 5}  # of iteration 6 only one is there in full
 
@@ -155,7 +155,7 @@ def test_stage_workers_differ_by_at_most_one_iteration():
     of = cut_off(logs(chain(4), width=2), 1, 7)
     apart = replace(of, replayed=of.replayed | {3: InterruptedReplay(6, frozenset(), reduced=True)})
     plan = first(alive(apart, 2, 3, 6), apart)
-    assert begins(plan) == {1: 7, 3: 5} and plan.course(1).behind == {3}
+    assert begins(plan) == {1: 7, 3: 5} and plan.stage_plan(1).behind == {3}
     without = replace(of, replayed=of.replayed | {3: InterruptedReplay(6)})
     assert begins(first(alive(without, 2, 3, 6), without)) == {1: 5, 3: 5}
     further = replace(of, replayed=of.replayed | {3: InterruptedReplay(5, reduced=True)})
@@ -203,10 +203,10 @@ def test_every_rank_has_path_and_every_log_exists(loss):
         assert not back & (plan.keep | plan.complete) and back | plan.keep | plan.complete == set(of.stages)
         assert all(live[rank] == plan.iteration for rank in plan.keep) and plan.keep | plan.complete
         assert all(live[rank] == plan.iteration - 1 and of.reduced[rank] == plan.iteration for rank in plan.complete)
-        for iteration in plan.again:
+        for iteration in plan.replayed_iterations:
             computing = plan.computing(iteration)
             for feed in {feed for stage in computing for feed in of.feeds[stage]} - computing:
-                assert all(iteration in of.kept[rank] for rank in of.of(feed))
+                assert all(iteration in of.kept[rank] for rank in of.ranks_of_stage(feed))
 
 
 @settings(deadline=None, max_examples=300)
@@ -214,11 +214,11 @@ def test_every_rank_has_path_and_every_log_exists(loss):
 def test_stage_plan_contains_all_missing_state(loss):
     live, of = loss
     for plan in plans(inventory(live, of), OPERATORS, exact=True):
-        for stage, course in plan.courses.items():
-            moments = () if course.way is None else course.way.moments
+        for stage, course in plan.stage_plans.items():
+            moments = () if course.path is None else course.path.points
             assert [moment.iteration for moment in moments] == [*range(course.begin, course.begin + len(moments))]
-            assert plan.begin <= course.begin <= course.whole <= plan.iteration
-            for rank in of.of(stage) if course.goes_on else ():
+            assert plan.begin <= course.begin <= course.complete_at <= plan.iteration
+            for rank in of.ranks_of_stage(stage) if course.is_resumed else ():
                 at = (
                     InterruptedReplay(live[rank], reduced=of.reduced.get(rank) == live[rank] + 1)
                     if rank in live
@@ -230,8 +230,8 @@ def test_stage_plan_contains_all_missing_state(loss):
                 )
                 loaded = {name for moment in moments for name in moment.full}
                 assert rank in course.behind or at.frozen <= loaded
-            assert course.goes_on or course.way is plan.way
-            for iteration, moment in zip(range(course.begin, course.whole), moments, strict=False):
+            assert course.is_resumed or course.path is plan.path
+            for iteration, moment in zip(range(course.begin, course.complete_at), moments, strict=False):
                 later = {name for one in moments if one.iteration > iteration for name in one.full}
                 assert later == set(moment.frozen)  # who cannot learn yet can compute
 
@@ -245,4 +245,4 @@ def test_earlier_replay_never_increases_later_replay(loss):
     assert (plan is None) == (anew is None) and (plan is None or plan.iteration >= anew.iteration)
     if plan is not None and anew.stages and plan.iteration == anew.iteration:
         assert plan.stages <= anew.stages and plan.keep >= anew.keep
-        assert all(course.begin >= anew.course(stage).begin for stage, course in plan.courses.items())
+        assert all(course.begin >= anew.stage_plan(stage).begin for stage, course in plan.stage_plans.items())

@@ -13,7 +13,7 @@ from moc.recovery.sources import (
     STORAGE,
     AvailableCheckpoint,
     needed,
-    recoveries,
+    recovery_paths,
 )
 from moc.state.operators import Operator
 from tests.cases import each_row
@@ -43,30 +43,30 @@ def experts_from(recovery) -> list[tuple[int, str]]:
 
 
 def test_newest_complete_checkpoint_is_first():
-    ways = list(recoveries([holds(10), holds(20)], OPERATORS, exact=True))
+    ways = list(recovery_paths([holds(10), holds(20)], OPERATORS, exact=True))
     assert [way.iteration for way in ways] == [20, 10]
     assert {held.key for held in ways[0].sources.values()} == {(20, STORAGE)}
 
 
 def test_memory_precedes_storage_of_same_iteration():
-    way = next(recoveries([holds(10, STORAGE), holds(10, MEMORY)], OPERATORS, exact=True))
-    assert [held.key for held in way.used()] == [(10, MEMORY)]
+    way = next(recovery_paths([holds(10, STORAGE), holds(10, MEMORY)], OPERATORS, exact=True))
+    assert [held.key for held in way.checkpoints()] == [(10, MEMORY)]
 
 
 def test_exact_recovery_never_mixes_iterations():
     held = [holds(10), holds(20, experts=[0, 1])]
-    assert [way.iteration for way in recoveries(held, OPERATORS, exact=True)] == [10]
+    assert [way.iteration for way in recovery_paths(held, OPERATORS, exact=True)] == [10]
 
 
 def test_one_iteration_may_use_two_tiers():
     held = [holds(20, MEMORY, experts=[2, 3], dense=False), holds(20, STORAGE, experts=[0, 1, 2])]
-    way = next(recoveries(held, OPERATORS, exact=True))
+    way = next(recovery_paths(held, OPERATORS, exact=True))
     assert experts_from(way) == [(20, STORAGE), (20, STORAGE), (20, MEMORY), (20, MEMORY)]
 
 
 def test_partial_checkpoints_provide_newest_experts():
     held = [holds(10), holds(20, experts=[0]), holds(30, experts=[1])]
-    way = next(recoveries(held, OPERATORS, exact=False))
+    way = next(recovery_paths(held, OPERATORS, exact=False))
     assert way.iteration == 30 and way.base.key == (30, STORAGE)
     assert experts_from(way) == [(20, STORAGE), (30, STORAGE), (10, STORAGE), (10, STORAGE)]
 
@@ -74,7 +74,7 @@ def test_partial_checkpoints_provide_newest_experts():
 def test_figure_8_of_moc_system_is_reproduced():
     """MoC-System, section 5.1: node 0 is lost, node 1 has experts 2 and 3 in memory, storage has 0 and 2."""
     held = [holds(10), holds(20, experts=[0, 2]), holds(20, MEMORY, experts=[2, 3], dense=False)]
-    way = next(recoveries(held, OPERATORS, exact=False))
+    way = next(recovery_paths(held, OPERATORS, exact=False))
     assert experts_from(way) == [(20, STORAGE), (10, STORAGE), (20, MEMORY), (20, MEMORY)]
 
 
@@ -82,19 +82,19 @@ def test_base_is_readable_by_every_node():
     """A node is lost; what is left in memory has all of some operators, and storage has the same iteration."""
     left = AvailableCheckpoint(20, MEMORY, {DENSE[0]: "full", EXPERTS[3]: "full"})
     for exact in (True, False):
-        way = next(recoveries([left, holds(20)], OPERATORS, exact))
+        way = next(recovery_paths([left, holds(20)], OPERATORS, exact))
         assert way.sources[DENSE[0], MASTER].key == (20, MEMORY) and way.base.key == (20, STORAGE)
 
 
 def test_survivor_expert_may_be_newer_than_base():
     held = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
-    assert experts_from(next(recoveries(held, OPERATORS, exact=False)))[3] == (20, MEMORY)
-    assert experts_from(next(recoveries(held, OPERATORS, exact=False, only=10)))[3] == (10, STORAGE)
+    assert experts_from(next(recovery_paths(held, OPERATORS, exact=False)))[3] == (20, MEMORY)
+    assert experts_from(next(recovery_paths(held, OPERATORS, exact=False, only=10)))[3] == (10, STORAGE)
 
 
 def test_weights_and_moments_may_use_different_checkpoints():
     held = [holds(10), holds(20, experts=[]), holds(20, MEMORY, experts=[1], dense=False, detail="moments")]
-    way = next(recoveries(held, OPERATORS, exact=False))
+    way = next(recovery_paths(held, OPERATORS, exact=False))
     assert way.sources[EXPERTS[1], MASTER].key == (10, STORAGE)
     assert way.sources[EXPERTS[1], MOMENTS].key == (20, MEMORY)
 
@@ -110,9 +110,9 @@ FIGURE_8 = [sparse(10, FIRST, (*SECOND, *THIRD)), sparse(11, SECOND, THIRD), spa
 
 def test_figure_8_of_moevement_is_reproduced():
     """MoEvement, section 3.3: the first two experts, then the other two, then all that is not an expert."""
-    (way,) = recoveries(FIGURE_8, OPERATORS, exact=True)
-    assert way.iteration == 12 and [held.iteration for held in way.used()] == [12, 11, 10]
-    assert [(m.iteration, set(m.full), set(m.frozen)) for m in way.moments] == [
+    (way,) = recovery_paths(FIGURE_8, OPERATORS, exact=True)
+    assert way.iteration == 12 and [held.iteration for held in way.checkpoints()] == [12, 11, 10]
+    assert [(m.iteration, set(m.full), set(m.frozen)) for m in way.points] == [
         (10, {*FIRST}, {*SECOND, *THIRD}),
         (11, {*SECOND}, {*THIRD}),
         (12, {*THIRD}, set()),
@@ -122,31 +122,31 @@ def test_figure_8_of_moevement_is_reproduced():
 
 def test_operator_learned_until_expected_iteration():
     """In a window it learns by itself after its snapshot; by partial ones, until the one that it is taken from."""
-    (window,) = recoveries([sparse(10, EXPERTS, THIRD), sparse(11, THIRD)], OPERATORS, exact=True)
+    (window,) = recovery_paths([sparse(10, EXPERTS, THIRD), sparse(11, THIRD)], OPERATORS, exact=True)
     assert {window.learned_until(one.name) for one in OPERATORS} == {11}
-    older = next(recoveries([holds(10), holds(20, experts=[0]), holds(30, experts=[])], OPERATORS, exact=False))
+    older = next(recovery_paths([holds(10), holds(20, experts=[0]), holds(30, experts=[])], OPERATORS, exact=False))
     assert [older.learned_until(name) for name in (*EXPERTS[:2], "output")] == [20, 10, 30]
     survivor = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
-    newer = next(recoveries(survivor, OPERATORS, exact=False))
+    newer = next(recovery_paths(survivor, OPERATORS, exact=False))
     assert newer.learned_until(EXPERTS[3]) == newer.iteration == 10
 
 
 @each_row("lost", range(3))
 def test_window_without_one_snapshot_is_unusable(lost):
-    assert not list(recoveries(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
+    assert not list(recovery_paths(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
 
 
 def test_window_without_all_compute_weights_is_unusable():
     held = [FIGURE_8[0], sparse(11, SECOND, THIRD[1:]), FIGURE_8[2]]
-    assert not list(recoveries(held, OPERATORS, exact=True))
+    assert not list(recovery_paths(held, OPERATORS, exact=True))
 
 
 def test_newest_window_precedes_dense_checkpoints():
     later = [sparse(one.iteration + 3, *_parts(one)) for one in FIGURE_8]
-    ways = list(recoveries([*FIGURE_8, *later, holds(9), sparse(16, FIRST)], OPERATORS, exact=True))
+    ways = list(recovery_paths([*FIGURE_8, *later, holds(9), sparse(16, FIRST)], OPERATORS, exact=True))
     assert [way.iteration for way in ways] == [15, 12, 9]
-    assert [len(way.moments) for way in ways] == [3, 3, 1]
-    assert [way.iteration for way in recoveries(FIGURE_8 + later, OPERATORS, exact=True, only=12)] == [12]
+    assert [len(way.points) for way in ways] == [3, 3, 1]
+    assert [way.iteration for way in recovery_paths(FIGURE_8 + later, OPERATORS, exact=True, only=12)] == [12]
 
 
 def _parts(held: AvailableCheckpoint):
@@ -155,10 +155,10 @@ def _parts(held: AvailableCheckpoint):
 
 def test_window_may_use_two_tiers():
     memory = [sparse(10, FIRST[:1], SECOND, MEMORY), sparse(12, THIRD, tier=MEMORY)]
-    way = next(recoveries([*FIGURE_8, *memory], OPERATORS, exact=True))
+    way = next(recovery_paths([*FIGURE_8, *memory], OPERATORS, exact=True))
     assert way.sources[FIRST[0], MASTER].key == (10, MEMORY) and way.sources[FIRST[1], MASTER].key == (10, STORAGE)
-    assert way.moments[0].sources[SECOND[0], COMPUTE].key == (10, MEMORY)
-    assert way.at(10).key == (10, STORAGE) and way.base.key == (12, MEMORY)
+    assert way.points[0].sources[SECOND[0], COMPUTE].key == (10, MEMORY)
+    assert way.checkpoint_at(10).key == (10, STORAGE) and way.base.key == (12, MEMORY)
 
 
 def test_one_window_and_window_in_progress_are_needed():
@@ -170,11 +170,11 @@ def test_one_window_and_window_in_progress_are_needed():
 
 @each_row("detail", ["compute", "grad"])
 def test_untrainable_state_is_no_source(detail):
-    assert not list(recoveries([holds(10, detail=detail)], OPERATORS, exact=False))
+    assert not list(recovery_paths([holds(10, detail=detail)], OPERATORS, exact=False))
 
 
 def test_missing_expert_prevents_recovery():
-    assert not list(recoveries([holds(10, experts=[0, 1, 2])], OPERATORS, exact=False))
+    assert not list(recovery_paths([holds(10, experts=[0, 1, 2])], OPERATORS, exact=False))
 
 
 def test_superseded_checkpoints_are_not_needed():
@@ -201,12 +201,12 @@ checkpoints = st.builds(
 @settings(deadline=None)
 @given(st.lists(checkpoints, max_size=8), st.booleans(), st.none() | st.integers(1, 4))
 def test_every_source_contains_its_state_subset(held, exact, only):
-    for way in recoveries(held, OPERATORS, exact, only):
+    for way in recovery_paths(held, OPERATORS, exact, only):
         assert set(way.sources) == {(o.name, part) for o in OPERATORS for part in (MASTER, MOMENTS)}
         for (name, part), source in way.sources.items():
             assert part in PARTS[source.operators[name]]
-            if exact or len(way.moments) > 1:  # a window
-                assert source.iteration in {moment.iteration for moment in way.moments}
+            if exact or len(way.points) > 1:  # a window
+                assert source.iteration in {moment.iteration for moment in way.points}
             elif ".expert." not in name:
                 assert source.iteration == way.iteration
             else:
@@ -218,8 +218,8 @@ def test_every_source_contains_its_state_subset(held, exact, only):
 @given(st.lists(checkpoints, max_size=8, unique_by=lambda h: h.key), st.booleans(), st.integers(1, 3))
 def test_dropping_unneeded_checkpoints_keeps_recovery_paths(held, exact, keep):
     kept = needed(held, OPERATORS, exact, keep)
-    before = list(recoveries(held, OPERATORS, exact))[:keep]
-    after = list(recoveries([h for h in held if h.key in kept], OPERATORS, exact))[:keep]
+    before = list(recovery_paths(held, OPERATORS, exact))[:keep]
+    after = list(recovery_paths([h for h in held if h.key in kept], OPERATORS, exact))[:keep]
     assert [(w.iteration, w.sources) for w in before] == [(w.iteration, w.sources) for w in after]
 
 
@@ -231,34 +231,36 @@ def chained(iteration: int, gradients, experts=(), tier: str = MEMORY) -> Availa
 
 def folded(recovery) -> dict[int, list[int]]:
     """By expert with gradients, its base and the iterations of these."""
-    folds = {EXPERTS.index(name): [one.iteration for one in its] for name, its in recovery.folds.items()}
+    folds = {EXPERTS.index(name): [one.iteration for one in its] for name, its in recovery.gradients.items()}
     return {expert: [recovery.sources[EXPERTS[expert], MASTER].iteration, *its] for expert, its in folds.items()}
 
 
 def test_expert_with_complete_gradients_is_current():
     held = [holds(10, MEMORY), chained(11, (0, 1), (2,)), chained(12, (0, 1, 2), (3,)), chained(13, (0, 2, 3))]
-    way = next(recoveries(held, OPERATORS, exact=False))
+    way = next(recovery_paths(held, OPERATORS, exact=False))
     assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 1: [10, 11, 12], 2: [11, 12, 13], 3: [12, 13]}
     assert [way.learned_until(name) for name in (*EXPERTS, "output")] == [13, 12, 13, 13, 13]
     assert way.stale == [EXPERTS[1]]
-    assert [one.iteration for one in way.used()] == [13, 12, 11, 10]
+    assert [one.iteration for one in way.checkpoints()] == [13, 12, 11, 10]
     assert needed(held, OPERATORS, exact=False, keep=1) == {one.key for one in held}
-    assert next(recoveries(held, OPERATORS, exact=True)).iteration == 12  # all chains reach it
+    assert next(recovery_paths(held, OPERATORS, exact=True)).iteration == 12  # all chains reach it
 
 
 def test_chain_ends_at_first_gap_and_at_dense_iteration():
     damaged = chained(12, (0, 1, 2, 3)).without({EXPERTS[1]})
     held = [holds(10, MEMORY), chained(11, range(4)), damaged, chained(13, range(4))]
-    way = next(recoveries(held, OPERATORS, exact=False))
+    way = next(recovery_paths(held, OPERATORS, exact=False))
     assert folded(way) == {0: [10, 11, 12, 13], 1: [10, 11], 2: [10, 11, 12, 13], 3: [10, 11, 12, 13]}
     torn = AvailableCheckpoint(14, MEMORY, {EXPERTS[0]: "full", EXPERTS[1]: "full", EXPERTS[2]: "grad"})
-    way = next(recoveries([*held, torn], OPERATORS, exact=False))  # where its chain is broken, a newer state is taken
+    way = next(
+        recovery_paths([*held, torn], OPERATORS, exact=False)
+    )  # where its chain is broken, a newer state is taken
     assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 2: [10, 11, 12, 13], 3: [10, 11, 12, 13]}
     assert way.sources[EXPERTS[1], MASTER] is torn and way.stale == [EXPERTS[1]]
 
 
 def test_gradients_of_superseded_memory_are_not_applied():
     held = [holds(10, MEMORY), chained(11, range(4), tier=BEFORE), chained(11, ())]
-    assert folded(next(recoveries(held, OPERATORS, exact=False))) == {}
+    assert folded(next(recovery_paths(held, OPERATORS, exact=False))) == {}
     held = [holds(10, STORAGE), chained(11, range(4), tier=MEMORY)]
-    assert folded(next(recoveries(held, OPERATORS, exact=False))) == {expert: [10, 11] for expert in range(4)}
+    assert folded(next(recovery_paths(held, OPERATORS, exact=False))) == {expert: [10, 11] for expert in range(4)}

@@ -30,7 +30,7 @@ def train(membership, waiting):
 
 def test_surplus_node_without_complete_copy_waits():
     membership, workers = spread(5)
-    assert set(workers) == {0, 1, 2, 3} and not membership.can_grow and membership.seating.nodes_per_model == 2
+    assert set(workers) == {0, 1, 2, 3} and not membership.can_grow and membership.assignment.nodes_per_model == 2
     assert membership.node_lost(4) == [] and membership.running
 
 
@@ -164,7 +164,7 @@ def test_surplus_node_initializes_the_other_part():
     membership.node_lost(0)
     train(membership, [])
     *orders, abort = membership.node_lost(2)
-    assert membership.blocks.members == (4, 1, 3) and membership.seating.partial_model_parts == (1,)
+    assert membership.blocks.members == (4, 1, 3) and membership.assignment.partial_model_parts == (1,)
     assert [order.worker for order in orders if isinstance(order, Kill)] == [workers[5]]
     assert abort.cause is Cause.NODE_LOST and "3 of 6" in abort.reason and ", 1 of" in abort.reason
     train(membership, [])
@@ -173,7 +173,7 @@ def test_surplus_node_initializes_the_other_part():
     assert [(order.node, order.rank, order.is_joining) for order in guests] == [(5, 2, True)]
     membership.worker_ready(guests[0].worker, survives_resize=True)
     meet_guests(membership)
-    assert membership.blocks.members == (4, 1, 5, 3) and membership.seating.partial_model_parts == ()
+    assert membership.blocks.members == (4, 1, 5, 3) and membership.assignment.partial_model_parts == ()
 
 
 def test_partial_model_node_moves_if_its_substitutes_are_lost():
@@ -185,7 +185,7 @@ def test_partial_model_node_moves_if_its_substitutes_are_lost():
         membership.grow()
     membership.node_lost(4)
     train(membership, [])
-    assert membership.seating.partial_model_parts == (1, 1, 1) and len(membership.joining) == 2
+    assert membership.assignment.partial_model_parts == (1, 1, 1) and len(membership.joining) == 2
     for node in (0, 2):
         membership.node_lost(node)
     orders = meet_guests(membership)

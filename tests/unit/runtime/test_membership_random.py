@@ -114,7 +114,7 @@ class Job(RuleBasedStateMachine):
                     self.generations[node] = order.generation
 
     def part(self, worker):
-        return self.membership.seating.model_part(worker)
+        return self.membership.assignment.model_part(worker)
 
     def go(self, generation):
         there = [worker for node in self.connected for worker in self.agents[node].values() if not worker.is_joining]
@@ -370,9 +370,9 @@ class SpreadJob(StayingJob):
 
     @invariant()
     def helpers_have_no_whole_copy(self):
-        if self.membership is not None and self.membership.seating.partial_model_parts:
-            helping = self.membership.seating.partial_model_parts
-            assert self.membership.seating.nodes_in_copies % 2 == 0 and len(set(helping)) == 1
+        if self.membership is not None and self.membership.assignment.partial_model_parts:
+            helping = self.membership.assignment.partial_model_parts
+            assert self.membership.assignment.nodes_in_copies % 2 == 0 and len(set(helping)) == 1
 
 
 class Asked(Job):

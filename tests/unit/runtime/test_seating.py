@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moc.runtime.seating import (
     NodeCandidate,
     RankBlocks,
-    assign_seats,
+    assign_nodes,
     model_part_of,
     partial_model_nodes,
     ready_copies,
@@ -30,7 +30,7 @@ def candidates(draw, parts):
 def test_nodes_keep_their_parts_and_state_if_possible(data, parts):
     there = data.draw(candidates(parts))
     copies = len(there) // parts
-    found = assign_seats(there, parts, copies)
+    found = assign_nodes(there, parts, copies)
     assert len(found) == len(set(found)) == copies * parts and set(found) <= {one.block for one in there}
     part_of = {place: seat % parts for seat, place in enumerate(found)}
     for part in range(parts):
@@ -45,7 +45,7 @@ def test_nodes_keep_their_parts_and_state_if_possible(data, parts):
 @given(st.data(), PARTS)
 def test_moves_fill_missing_parts_idle_nodes_first(data, parts):
     there = data.draw(candidates(parts))
-    found = assign_seats(there, parts, len(there) // parts)
+    found = assign_nodes(there, parts, len(there) // parts)
     part_of = {place: seat % parts for seat, place in enumerate(found)}
     moved = [
         one for one in there if one.model_part is not None and part_of.get(one.block, one.model_part) != one.model_part
@@ -59,9 +59,9 @@ def test_moves_fill_missing_parts_idle_nodes_first(data, parts):
 def test_complete_assignment_is_stable(data, parts):
     there = data.draw(candidates(parts))
     copies = len(there) // parts
-    found = assign_seats(there, parts, copies)
+    found = assign_nodes(there, parts, copies)
     again = [NodeCandidate(place, seat % parts, True) for seat, place in enumerate(found)]
-    assert assign_seats(again, parts, copies) == found and ready_copies(again, parts) == copies
+    assert assign_nodes(again, parts, copies) == found and ready_copies(again, parts) == copies
 
 
 @given(st.data(), PARTS)
@@ -70,24 +70,24 @@ def test_ready_copies_are_assigned_without_moves(data, parts):
     stands = {one.block: one.model_part for one in there}
     copies = ready_copies(there, parts)
     assert copies <= len(there) // parts
-    assert all(stands[place] == seat % parts for seat, place in enumerate(assign_seats(there, parts, copies)))
+    assert all(stands[place] == seat % parts for seat, place in enumerate(assign_nodes(there, parts, copies)))
 
 
 @given(st.lists(st.integers(0, 30), unique=True), PARTS)
 def test_initial_assignment_follows_block_order(places, parts):
     copies = len(places) // parts
-    found = assign_seats(map(NodeCandidate, places), parts, copies)
+    found = assign_nodes(map(NodeCandidate, places), parts, copies)
     assert found == tuple(sorted(places)[: copies * parts])
 
 
 def test_surplus_node_moves_to_part_with_most_losses():
     left = [NodeCandidate(1, 1, True), NodeCandidate(3, 1, True), NodeCandidate(4, 0, True), NodeCandidate(5, 1, True)]
-    assert assign_seats(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
+    assert assign_nodes(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
 
 
 def helping(there, parts):
     """Places of copies at once, those of helpers, and those of copies once all nodes are built."""
-    now, later = assign_seats(there, parts, ready_copies(there, parts)), assign_seats(there, parts, len(there) // parts)
+    now, later = assign_nodes(there, parts, ready_copies(there, parts)), assign_nodes(there, parts, len(there) // parts)
     return now, [(one.block, one.model_part) for one in partial_model_nodes(there, parts, now, later)], later
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from moc.recovery import gradient_folding as folding
-from moc.recovery.gradient_folding import carry_out
+from moc.recovery.gradient_folding import execute_order
 from moc.session import helpers as module
-from moc.session.helpers import Folds
+from moc.session.helpers import BackgroundOptimizer
 from moc.store.errors import CheckpointError
 from tests.errors import only_code
 from tests.unit.recovery.test_folds import ALL_GRAD, FULL, GRAD, NAMES, Run
@@ -24,27 +24,29 @@ def run(tmp_path):
 @pytest.fixture
 def folds(run, monkeypatch):
     """The folder's work, without its process."""
-    monkeypatch.setattr(Folds, "_order", lambda self, memory, compare, fold: carry_out(run.store, compare, fold))
-    folds = Folds()
+    monkeypatch.setattr(
+        BackgroundOptimizer, "_order", lambda self, memory, compare, fold: execute_order(run.store, compare, fold)
+    )
+    folds = BackgroundOptimizer()
     yield folds
     folds.close()
 
 
-def go_on(folds: Folds, run: Run, iterations: int, **details) -> list[dict]:
+def go_on(folds: BackgroundOptimizer, run: Run, iterations: int, **details) -> list[dict]:
     """What a run does with them; what is reported of it."""
     told = []
     for _ in range(iterations):
-        wait(folds._under_way.values())
-        folds.take_over(run.carrier)
+        wait(folds._pending.values())
+        folds.install_results(run.carrier)
         run.train(**(details or ALL_GRAD))
-        folds.go_on(run.carrier)
+        folds.submit_next(run.carrier)
         told.append(folds.on_totals(folds.contribution()))
     return list(filter(None, told))
 
 
-def renew(folds: Folds, run: Run) -> list[dict]:
-    wait(folds._under_way.values())
-    folds.take_over(run.carrier)
+def renew(folds: BackgroundOptimizer, run: Run) -> list[dict]:
+    wait(folds._pending.values())
+    folds.install_results(run.carrier)
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
     return go_on(folds, run, 4)
 
@@ -65,12 +67,12 @@ def test_digest_difference_stops_apply_on_all_nodes(folds, run, monkeypatch):
     assert told["differing"] == 1
     assert go_on(folds, run, 5) == [] and run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
     assert NAMES[0] not in run.store.read_manifest(1).operators  # the chain before is not kept any longer
-    other = Folds()
+    other = BackgroundOptimizer()
     nothing = dict.fromkeys(other.contribution(), 0.0)
     other.on_totals(nothing | {"fold_equal": 1.0})
-    assert other._trusted and not other._over
+    assert other._is_verified and not other._is_disabled
     other.on_totals(nothing | {"fold_differing": 1.0})
-    assert other._over
+    assert other._is_disabled
 
 
 def test_unsupported_optimizer_is_reported_once(folds, run, monkeypatch, capsys):
@@ -85,10 +87,10 @@ def test_repeatedly_dying_applier_is_disabled(folds, run, monkeypatch, capsys):
     def die(*_):
         raise CheckpointError("the folder has died", code="helper-lost")
 
-    monkeypatch.setattr(Folds, "_order", die)
+    monkeypatch.setattr(BackgroundOptimizer, "_order", die)
     go_on(folds, run, 3)
     renew(folds, run)
-    go_on(folds, run, module._DIES)
+    go_on(folds, run, module._MAX_FAILURES)
     assert only_code(capsys.readouterr().err) == "helper-lost"
     assert run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
     assert NAMES[0] not in run.store.read_manifest(1).operators

@@ -25,7 +25,7 @@ def hasher():
 
 def start(hasher, buffer) -> None:
     """Waits until the process of a hasher has started."""
-    while not (hasher._begun and hasher._helper.has_started()):
+    while not (hasher._was_started and hasher._helper.has_started()):
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 

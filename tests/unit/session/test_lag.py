@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.session.engine import Listener
-from moc.session.peers import Copied
+from moc.session.peers import CopyOutcome
 from moc.session.resume.point import ResumePoint
 from moc.session.saving import memory_tier, pipeline, stages
 from moc.session.saving.committing import Committer
@@ -112,7 +112,7 @@ class Model:
 
     def replicate(self) -> Future:
         """Starts to copy a snapshot to another node."""
-        return self._replicating.begin(Copied())
+        return self._replicating.begin(CopyOutcome())
 
     def commit_in_memory(self, plan, state, report) -> None:
         """Publishes a snapshot in memory."""
@@ -150,9 +150,10 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     turns = iter(range(10**9))
     health.contribution = lambda: {"storage_rests": float(rests[next(turns) % len(rests)]), "storage_closed": 0.0}
     parts = SimpleNamespace(
-        world=world, policy=policy, tiers=tiers, saver=model, committer=model, meter=Meter(1), folds=None,
+        world=world, policy=policy, tiers=tiers, saver=model, committer=model, meter=Meter(1),
+        background_optimizer=None,
         peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
-        contents=nothing, upstream=None, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
+        contents=nothing, upstream=None, report=nothing, hasher=nothing, retention_client=nothing, digests=nothing,
     )  # fmt: skip
     flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
     saving = SavingPipeline(parts, flags, health, ResumePoint(Position()), lambda at, record: {})

@@ -6,8 +6,14 @@ from types import SimpleNamespace
 
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.expert_selection import ExpertSizes
-from moc.recovery.expert_versions import most_carried
-from moc.session.memory import Now, SnapshotWindow, carried_files, next_window, plans_ahead
+from moc.recovery.expert_versions import max_retained
+from moc.session.memory import (
+    RunProgress,
+    SnapshotWindow,
+    next_window,
+    plans_ahead,
+    retained_files,
+)
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.buffer_pool import Rotation
 from moc.state.operators import Detail
@@ -76,18 +82,18 @@ def test_experts_are_retained_once_until_durable(k, behind):
     policy = policy_named("pec")(EIGHT, Every(1), k=k)
     before = policy.state_dict()
     names = [one.name for one in EIGHT if one.expert is not None]
-    files = carried_files(
-        policy, [{"full": dict.fromkeys(names, 60)}, {"full": dict.fromkeys(names, 40)}], behind, Now()
+    files = retained_files(
+        policy, [{"full": dict.fromkeys(names, 60)}, {"full": dict.fromkeys(names, 40)}], behind, RunProgress()
     )
     assert files == {"expert_full": [100] * (8 + behind * k)} and policy.state_dict() == before
 
 
 def test_node_reserves_files_for_experts_it_saves():
     policy = policy_named("pec")(EIGHT, Every(100), k=1)
-    assert carried_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1, Now()) == {
+    assert retained_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1, RunProgress()) == {
         "expert_full": [60, 60]
     }  # its next version, too
-    assert carried_files(policy, [{"full": {}}], 1, Now()) == {}
+    assert retained_files(policy, [{"full": {}}], 1, RunProgress()) == {}
 
 
 def test_fewer_busy_experts_have_longer_gradient_chains():
@@ -97,11 +103,11 @@ def test_fewer_busy_experts_have_longer_gradient_chains():
     policy.sizes.append(ExpertSizes({0: 0}, full, (0,), 0, gradients))
     parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]
     equal, skewed = (
-        most_carried(plans_ahead(policy, popularity, Now()), frozenset(experts.values()), 1)
+        max_retained(plans_ahead(policy, popularity, RunProgress()), frozenset(experts.values()), 1)
         for popularity in (lambda expert: 64, lambda expert: 64 / (1 + expert))
     )
     assert skewed[Detail.GRAD] > equal[Detail.GRAD] > 0
-    found = {name: len(sizes) for name, sizes in carried_files(policy, parts, 1, Now()).items()}
+    found = {name: len(sizes) for name, sizes in retained_files(policy, parts, 1, RunProgress()).items()}
     assert found == {f"expert_{d.value}": max(equal[d], skewed[d]) for d in (Detail.FULL, Detail.GRAD)}
 
 

@@ -21,7 +21,7 @@ def test_iteration_event_has_all_reports_since_last():
     meters = [Meter(2), Meter(2)]
     for meter in meters:
         assert meter.completed(time.perf_counter() - 1.0) is None
-        meter.ended(started=True, busy=True)
+        meter.on_iteration_end(started=True, busy=True)
     with meters[0].stalling():
         time.sleep(0.02)
     totals = totals_of(meters)
@@ -43,7 +43,7 @@ def test_iteration_event_has_all_reports_since_last():
 def test_waits_are_reported_with_their_iteration():
     meter = Meter(2, iter([3.0, 4.0]).__next__)
     meter.completed(time.perf_counter())
-    meter.ended(started=False, busy=False)
+    meter.on_iteration_end(started=False, busy=False)
     totals = {name: 2 * value for name, value in meter.contribution().items()} | {"snapshot_bubble_s": 3.0 + 5.0}
     assert meter.contribution()["snapshot_bubble_s"] == 3.0  # of extra all-reduces, too
     meter.trained(totals)

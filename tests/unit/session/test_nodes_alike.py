@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from moc.recovery.copy_placement import not_sent, place, redundancy
-from moc.recovery.inventory import in_memory, look
+from moc.recovery.copy_placement import not_sent, place_copies, redundancy
+from moc.recovery.inventory import in_memory, list_checkpoints
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
@@ -134,7 +134,7 @@ def test_nodes_hold_their_ranks_state_and_storage_one_copy(tmp_path, names):
 def test_lost_node_restores_distinct_copies(tmp_path, names, groups):
     nodes, told = Nodes(tmp_path, names), list(dict.fromkeys(names))
     alike = {frozenset(map(told.index, of)): amount for of, amount in nodes.alike.nbytes.items()}
-    placement = place(len(told), 1, alike)
+    placement = place_copies(len(told), 1, alike)
     assert placement.groups == groups
     unsent = 0
     for owner, holders in placement.holders.items():
@@ -143,14 +143,14 @@ def test_lost_node_restores_distinct_copies(tmp_path, names, groups):
             assert pulled.bytes + pulled.alike == nodes.size(told[owner]) and not pulled.differs + pulled.damaged
             unsent += pulled.alike
     assert unsent == not_sent(placement, alike) > 0
-    everything = in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators)
+    everything = in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators)
     shutil.rmtree(tmp_path / "b")
-    (left,) = in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators)
+    (left,) = in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators)
     needed = {fragment.operator for rank in range(4) if names[rank] == "b" for fragment in nodes.states[rank].held}
     assert left.operators.keys() == PLAN.keys() - needed  # each node resumes from its own memory
     (holder,) = placement.holders[told.index("b")]
     asyncio.run(nodes.copy("b", "b", told[holder]))
-    assert in_memory([look(store)[0] for store in nodes.memory.values()], nodes.operators) == everything
+    assert in_memory([list_checkpoints(store)[0] for store in nodes.memory.values()], nodes.operators) == everything
     for rank in range(4):
         nodes.check(rank, nodes.memory[names[rank]])
 
@@ -178,7 +178,7 @@ def test_storage_copied_from_memory_has_each_element_once(tmp_path, names, monke
 
     def copy(rank):
         me.rank = rank
-        committing._copy_one(ITERATION, nodes.tiers(rank), policy)
+        committing._copy_snapshot(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:

@@ -34,13 +34,13 @@ def repair(request, tmp_path):
 
 def test_only_torn_snapshots_are_repaired(repair):
     repair, store = repair
-    with repair.of(TORN):
+    with repair.enabled_for(TORN):
         for iteration in (4, 5, 6, 7):
-            repair.comes_by(iteration)
+            repair.on_reached(iteration)
     assert [store.is_publishable(iteration, [1]) for iteration in (4, 5, 6, 7)] == [False, True, True, False]
     assert repair.failure is None
-    with repair.of(TORN):  # another time they are there already
-        repair.comes_by(5)
+    with repair.enabled_for(TORN):  # another time they are there already
+        repair.on_reached(5)
 
 
 def test_repair_without_room_reports_failure(repair, monkeypatch):
@@ -49,6 +49,6 @@ def test_repair_without_room_reports_failure(repair, monkeypatch):
 
     repair, store = repair
     monkeypatch.setattr("moc.snapshot.saver.HostBuffer", full)
-    with repair.of(TORN):
-        repair.comes_by(5)
+    with repair.enabled_for(TORN):
+        repair.on_reached(5)
     assert repair.failure == "no room [memory-full]" and not store.is_publishable(5, [1])

@@ -36,7 +36,7 @@ def test_unsent_bytes_and_differing_replicas_are_reported(tmp_path):
     report.replicated(3, 10, 90, 0.5)
     report.replicated(4, 100, 0, 0.5)
     for iteration in (3, 4):
-        report.not_alike(iteration, ["a differs", "b differs"])
+        report.replicas_differ(iteration, ["a differs", "b differs"])
     events = list(map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()))
     assert not [wrong for event in events for wrong in problems(event)]
     assert [(event["bytes"], event.get("not_sent_bytes")) for event in events[:2]] == [(10, 90), (100, None)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import SnapshotPlan
-from moc.session.peers import Copied
+from moc.session.peers import CopyOutcome
 from moc.session.saving.committing import Failure, SnapshotInProgress
 from moc.session.saving.pipeline import Stages, totals_at
 from moc.session.saving.stages import POSITIONS, Copying, Replicating, Writing
@@ -29,7 +29,7 @@ def in_progress(number: int, done: bool) -> SnapshotInProgress:
     facts |= dict(gradients_s=0.0, delay=lambda: 0.0)
     snapshot = SimpleNamespace(finalized=future(done), persisted=future(done), **facts)
     plan = SnapshotPlan(number, "test", {"output": Detail.FULL}, complete=True)
-    return SnapshotInProgress(plan, plan, {}, snapshot, replicated=future(done, Copied(number, float(number))))
+    return SnapshotInProgress(plan, plan, {}, snapshot, replicated=future(done, CopyOutcome(number, float(number))))
 
 
 def stages() -> Stages:

@@ -90,7 +90,7 @@ class Run:
     def __post_init__(self):
         log = SimpleNamespace(message=self.said.append, events=SimpleNamespace(write=lambda *_, **__: None))
         window = lambda: self.policy.schedule.window_length - 1 + ALL_REDUCES  # noqa: E731
-        self.health = StorageHealth("there", EVERY if self.beside else None, EVERY, None, log, publishes_in=window)
+        self.health = StorageHealth("there", EVERY if self.beside else None, EVERY, None, log, commit_delay=window)
         self.stored = StorageTier(self.policy, self.health, ResumePoint(Position()), self.beside)
         self.ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
         self._writes, self._chance, self._closed_until = deque(), Random(3), 0
@@ -111,10 +111,10 @@ class Run:
         self.stored.request_base(iteration)
         plan, storage = self.stored.plan(iteration, self.ledger.load, has_room=not self._writes)
         if plan is None:
-            self.stored.passes(iteration, self.ledger.load)
+            self.stored.on_skipped_iteration(iteration, self.ledger.load)
         else:
             check_plan(self.policy, plan)
-            self.stored.begins(plan, storage)
+            self.stored.on_start(plan, storage)
             self.policy.on_snapshot(plan, self.ledger.load)
             if storage is not None:
                 self.policy.storage.on_write_begun(storage)
@@ -122,9 +122,9 @@ class Run:
                 if plan.since == iteration:
                     self.begun.append(iteration)
         under_way = self._writes[0][0].iteration if self._writes else None
-        self.health.passes(iteration, under_way)
+        self.health.on_iteration(iteration, under_way)
         self.lags.append(self.stored.lag(iteration))
-        self.health.lags(self.lags[-1])
+        self.health.on_lag(self.lags[-1])
 
     def _write(self, amount: float) -> None:
         self._written += amount
@@ -135,11 +135,11 @@ class Run:
             in_turn = self.fails_every and self._number % self.fails_every == 0
             if in_turn or self._chance.random() < self.fails:
                 self.stored.problem = "no room"
-                self.stored.failed(plan, storage, in_memory=self.beside)
+                self.stored.on_failure(plan, storage, in_memory=self.beside)
                 self._closed_until = self.ledger.iteration + RESTS
                 continue
             before = self.stored.newest
-            self.stored.committed(storage)
+            self.stored.on_committed(storage)
             if self.stored.newest != before:
                 self.advanced.append(self.ledger.iteration)
             details = {name: detail.value for name, detail in storage.operators.items()}

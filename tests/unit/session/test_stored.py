@@ -69,11 +69,11 @@ def test_every_snapshot_goes_to_storage_without_memory_tier():
 def test_snapshot_without_memory_stays_due_until_storage():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
-    assert not there.owes(plan(3))
+    assert not there.defer(plan(3))
     there.health.closed, policy.given = True, plan(3)
     assert there.plan(3, None, has_room=True) == (None, None)
-    there.passes(3, None)
-    assert there.owes(plan(3))
+    there.on_skipped_iteration(3, None)
+    assert there.defer(plan(3))
     there.health.closed, policy.given = False, None
     assert there.plan(4, None, has_room=True) == (plan(4), plan(4))  # that of iteration 3 was due
 
@@ -83,7 +83,7 @@ def test_window_reaches_storage_completely_or_not_at_all():
 
     def part_of(plan, has_room):
         storage = there.part_of(plan, has_room)
-        there.begins(plan, storage)
+        there.on_start(plan, storage)
         return storage
 
     assert part_of(plan(4, since=4), True) is None  # none is due yet
@@ -103,7 +103,7 @@ def test_policy_plans_for_storage_only_due_snapshots():
     policy.given = plan(7, complete=False)
     assert there.plan(7, None, True) == (plan(7), plan(7))  # it stays due until storage takes it
     assert there.plan(7, None, True) == (plan(7), plan(7))  # asking changes nothing
-    there.begins(plan(7), plan(7))
+    there.on_start(plan(7), plan(7))
     policy.given = plan(8, complete=False)
     assert there.plan(8, None, True) == (policy.given, None)
 
@@ -111,17 +111,17 @@ def test_policy_plans_for_storage_only_due_snapshots():
 def test_due_snapshot_is_taken_when_storage_works_again():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
-    there.begins(plan(4), plan(4))
-    there.failed(plan(4), plan(4), in_memory=True)
+    there.on_start(plan(4), plan(4))
+    there.on_failure(plan(4), plan(4), in_memory=True)
     there.health.receive({"storage_rests": 1.0, "storage_closed": 0.0})
     assert there.plan(5, None, True) == (None, None)
     there.health.receive({"storage_rests": 0.0, "storage_closed": 0.0})
     assert there.plan(6, None, True) == (plan(6), plan(6))  # no interval is due
-    there.begins(plan(6), plan(6))
+    there.on_start(plan(6), plan(6))
     assert there.plan(7, None, True) == (None, None)
     there.health.receive({"storage_rests": 1.0, "storage_closed": 0.0})
     policy.given = plan(8)
-    there.passes(8, None)
+    there.on_skipped_iteration(8, None)
     policy.given = None
     there.health.receive({"storage_rests": 0.0, "storage_closed": 0.0})
     assert there.plan(9, None, True) == (plan(9), plan(9))
@@ -130,19 +130,19 @@ def test_due_snapshot_is_taken_when_storage_works_again():
 def test_policy_is_notified_of_committed_snapshots():
     policy = Policy()
     there = stored(policy=policy)
-    there.committed(plan(5))
-    there.failed(plan(6), plan(6), in_memory=True)
+    there.on_committed(plan(5))
+    there.on_failure(plan(6), plan(6), in_memory=True)
     assert policy.told == [(5, True), (6, False)]
 
 
 def test_storage_is_complete_with_newest_snapshot():
     there = stored()
     assert there.has(0)
-    there.begins(plan(4), plan(4))
-    there.committed(plan(4))
+    there.on_start(plan(4), plan(4))
+    there.on_committed(plan(4))
     for complete in (False, True):
-        there.begins(plan(5, complete), plan(5, complete))
-        there.committed(plan(5, complete))
+        there.on_start(plan(5, complete), plan(5, complete))
+        there.on_committed(plan(5, complete))
         assert there.newest == 5 and there.has(5) == complete
 
 
@@ -150,29 +150,29 @@ def test_storage_is_complete_with_newest_snapshot():
 def test_failure_without_memory_starts_new_window(has_memory_tier):
     policy = Policy()
     there, lost = stored(5 if has_memory_tier else None, has_memory_tier, policy), plan(6, False, since=5)
-    there.begins(lost, lost)
+    there.on_start(lost, lost)
     there.problem = "no room"
-    there.failed(lost, lost, in_memory=True)
-    assert there.is_broken(plan(7, since=5)) and not there.is_broken(plan(8))
+    there.on_failure(lost, lost, in_memory=True)
+    assert there.is_window_incomplete(plan(7, since=5)) and not there.is_window_incomplete(plan(8))
     assert policy.anew == (not has_memory_tier)
     assert there.newest is None and there.problem == "no room"
-    there.committed(plan(8))
+    there.on_committed(plan(8))
     assert there.newest == 8 and not there.problem
 
 
 def test_partial_snapshots_need_one_full_snapshot():
     policy = Policy()
     there = stored(policy=policy)
-    there.failed(plan(5), plan(5), in_memory=True)
+    there.on_failure(plan(5), plan(5), in_memory=True)
     there.request_base(5)
     assert policy.asked == 0  # storage rests after its failure
-    there.committed(plan(7, complete=False))
+    there.on_committed(plan(7, complete=False))
     assert there.newest is None
     for _ in range(2):
         there.request_base(7)
     assert policy.asked == 1
     assert there.part_of(plan(8, complete=False), True) is None  # partial ones wait for it
     assert there.part_of(plan(9), True) == plan(9)
-    there.begins(plan(9), plan(9))
-    there.committed(plan(9))
+    there.on_start(plan(9), plan(9))
+    there.on_committed(plan(9))
     assert there.newest == 9

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from moc.runtime.seating import NodeCandidate, assign_seats, partial_model_nodes, ready_copies
+from moc.runtime.seating import NodeCandidate, assign_nodes, partial_model_nodes, ready_copies
 from moc.simulate.elastic import AT_ONCE, REGROUP_S, ElasticSettings, Lasting, loss_survival
 from moc.simulate.live_costs import Running, SavedBytes
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
@@ -64,8 +64,8 @@ def choices(parts, nodes, lost, least):
         there += [NodeCandidate(n) for n in range(copies * len(parts), nodes) if n not in gone]
         stay = {one.block: one.model_part for one in there}
         if len(there) >= least:
-            whole, later = ready_copies(there, len(parts)), assign_seats(there, len(parts), len(there) // len(parts))
-            seated = later if whole < max(1, least // len(parts)) else assign_seats(there, len(parts), whole)
+            whole, later = ready_copies(there, len(parts)), assign_nodes(there, len(parts), len(there) // len(parts))
+            seated = later if whole < max(1, least // len(parts)) else assign_nodes(there, len(parts), whole)
             stay = {n: seat % len(parts) for seat, n in enumerate(seated)}
             stay |= {one.block: one.model_part for one in partial_model_nodes(there, len(parts), seated, later)}
         kept = [sum(one.model_part == part == stay.get(one.block) for one in there) for part in range(len(parts))]

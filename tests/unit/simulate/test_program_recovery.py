@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.copy_placement import place, survival
+from moc.recovery.copy_placement import place_copies, survival
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
@@ -120,7 +120,7 @@ def test_policy_state_resumes_with_the_program(name):
 
 
 def test_lost_nodes_determine_whether_copies_survive():
-    copies = place(4, 1)
+    copies = place_copies(4, 1)
     saving = dataclasses.replace(EACH, survives=1, copies=copies, beyond=EIGHTH)
     chance = survival(copies, 2)
     assert 0 < chance < 1

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from moc import background
-from moc.background import SWITCH_S, Aside, share_interpreter
+from moc.background import SWITCH_S, CpuAffinity, share_interpreter
 
 ALL = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="there is no other processor")
@@ -41,7 +41,7 @@ def trains_on(monkeypatch):
 
 def test_snapshot_threads_leave_training_core(trains_on):
     here, there, *_ = sorted(ALL)
-    beside = Aside(workers=1)
+    beside = CpuAffinity(workers=1)
     with thread("snapshot-seal_0") as seal, thread("event-log") as log, thread("other") as other:
         trains_on(here)
         beside.move()
@@ -56,7 +56,7 @@ def test_snapshot_threads_leave_training_core(trains_on):
 def test_later_thread_is_moved_too(trains_on):
     here = min(ALL)
     trains_on(here)
-    beside = Aside(workers=1)
+    beside = CpuAffinity(workers=1)
     beside.move()
     with thread("snapshot-capture_0") as capture:
         beside.move()
@@ -66,14 +66,14 @@ def test_later_thread_is_moved_too(trains_on):
 def test_helper_processes_use_idle_time_of_other_cores(trains_on, process):
     here = min(ALL)
     trains_on(here)
-    Aside(workers=1).move([process.pid])
+    CpuAffinity(workers=1).move([process.pid])
     assert os.sched_getaffinity(process.pid) == ALL - {here}
     assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 def test_threads_stay_if_every_processor_trains(process):
     with thread("snapshot-seal_0") as seal:
-        Aside(workers=len(ALL)).move([process.pid])
+        CpuAffinity(workers=len(ALL)).move([process.pid])
         assert os.sched_getaffinity(seal) == os.sched_getaffinity(process.pid) == ALL
     assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
 
@@ -81,7 +81,7 @@ def test_threads_stay_if_every_processor_trains(process):
 def test_ended_process_is_ignored(process):
     process.kill()
     process.wait()
-    Aside(workers=1).move([process.pid])
+    CpuAffinity(workers=1).move([process.pid])
 
 
 def test_processor_is_that_of_calling_thread():

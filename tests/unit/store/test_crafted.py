@@ -131,12 +131,12 @@ def test_no_file_name_leads_out_of_checkpoint(tmp_path, name):
 
 
 def test_older_checkpoint_replaces_unreadable_one(tmp_path):
-    from moc.recovery.inventory import look
+    from moc.recovery.inventory import list_checkpoints
 
     store = Store(LocalStorage(tmp_path))
     for iteration, text in ((3, manifest().to_json()), (4, DEEP), (5, signed({"format": FORMAT, "files": 3}))):
         store.storage.write(f"iter_{iteration:07d}/manifest.json", [text.encode()])
-    found = look(store)
+    found = list_checkpoints(store)
     assert [one.iteration for one in found[0]] in ([3], [])  # what it describes may be missing
     assert len(found[1]) >= 2
 

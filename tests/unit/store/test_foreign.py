@@ -9,7 +9,7 @@ import pytest
 
 from moc.cli_output import refused
 from moc.files.safe_directory import SafeDirectory
-from moc.recovery.inventory import look
+from moc.recovery.inventory import list_checkpoints
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.ownership import NAME as FENCE
@@ -51,7 +51,7 @@ def test_linked_checkpoint_is_ignored_and_kept(place):
     saved(store, 10)
     os.symlink("../victim", place.root / "iter_0000100")
     store.remove_unpublished()
-    summaries, problems = look(store)
+    summaries, problems = list_checkpoints(store)
     assert [one.iteration for one in summaries] == [10] and len(problems) == 1
     store.remove(10)
     with pytest.raises(OSError):
@@ -75,7 +75,7 @@ def test_special_file_does_not_block_reader(place, name):
     (place.root / name).unlink(missing_ok=True)
     os.mkfifo(place.root / name)
     assert find_run(place) is None
-    assert look(store)[1] or name != "iter_0000010/manifest.json"
+    assert list_checkpoints(store)[1] or name != "iter_0000010/manifest.json"
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("../victim/precious"), os.mkfifo, os.mkdir])

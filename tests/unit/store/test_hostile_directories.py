@@ -15,7 +15,7 @@ import pytest
 from moc.events import EventLog
 from moc.files.event_log import read_events
 from moc.inspect import summary, verify
-from moc.recovery.inventory import look
+from moc.recovery.inventory import list_checkpoints
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import leftovers, memory_storage, remove_leftover, user_directory
@@ -39,7 +39,7 @@ EXPECTED = (CheckpointError, OSError)
 def looks(ckpt, memory):
     store = Store(LocalStorage(ckpt))
     store.describe_refused()
-    look(store)
+    list_checkpoints(store)
     dense_files.list_iterations(ckpt)
     dense_files.latest_iteration(ckpt)
 
@@ -78,7 +78,7 @@ def saves_densely(ckpt, memory):
 def uses_memory(ckpt, memory):
     place = memory_storage(memory, str(ckpt), RUN, claim=TAKES)
     store = Store(place, allows_slack=True)
-    look(store)
+    list_checkpoints(store)
     store.take()
     record_run(place, Run(RUN, str(ckpt), 0.0))
     record_lease(place, 1.0)

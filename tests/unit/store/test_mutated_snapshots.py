@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moc.inspect import summary, verify
-from moc.recovery.inventory import look
+from moc.recovery.inventory import list_checkpoints
 from moc.state.operators import Region
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import leftover
@@ -51,7 +51,7 @@ def started(root, job):
     store.take()
     record_run(place, run)
     record_lease(place, 1.0)
-    found = sorted((one.iteration for one in look(store)[0]), reverse=True)
+    found = sorted((one.iteration for one in list_checkpoints(store)[0]), reverse=True)
     return found, next(iteration for iteration in found if is_read(store, iteration))
 
 
