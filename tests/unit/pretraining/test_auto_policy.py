@@ -66,7 +66,7 @@ class Run:
             None if state is None else LocalRemains(live=LiveState(Position(), {"auto": json.loads(json.dumps(state))}))
         )
         self._tiers = Tiers(Store(LocalStorage(directory)), None, nodes, True, (0,), None, 2)
-        self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, first=True)).snapshot
+        self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, is_first=True)).snapshot
         operators = model_operators(SHAPE)
         parameters = {operator.name: operator.parameters for operator in operators}
         self.full = 12.0 * sum(parameters.values())
