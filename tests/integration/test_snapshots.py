@@ -127,8 +127,8 @@ def test_slow_snapshots_contain_state_of_one_iteration(slow, blocking, flags):
     assert iterations[-1] == 4 and (tier or iterations == [1, 2, 3, 4])
     for iteration in iterations:
         assert contents(stores(flags)["storage"], iteration) == blocking[str(iteration)], iteration
-    if "copy_s" in delays:  # training has waited for all but the last, which is waited for at the end of the run
-        assert sum(event["seconds"] for event in events(flags, "stall")) > 3 * 0.2
+    if "copy_s" in delays:  # training has waited for copies, except for the time of forward and backward passes
+        assert events(flags, "stall")
 
 
 LAGGING = {  # flags, and how many snapshots are at most unpublished: the buffers and two more, or fewer by a flag
