@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moc.files import direct_writes, safe_directory
+from moc.files import safe_directory
 from moc.session.saving import pipeline
 from moc.snapshot import device_copy
 from moc.store import storage
@@ -171,7 +171,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
     for name in ("rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
         setattr(os, name, watched(name, getattr(os, name)))
 
-    write = direct_writes._write_all
+    write = safe_directory._write_all
 
     def watched_write(file: int, data: memoryview) -> None:
         if data.nbytes:
@@ -179,7 +179,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
             calls.note("write half", lambda: write(file, data[: data.nbytes // 2]))
         write(file, data)
 
-    direct_writes._write_all = watched_write
+    safe_directory._write_all = watched_write
 
 
 def _watch_memory(calls: _Calls) -> None:

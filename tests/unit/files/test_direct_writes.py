@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.files import direct_writes
-from moc.files.direct_writes import write_buffers
+from moc.files import safe_directory
+from moc.files.safe_directory import write_buffers
 
 MIB = 1 << 20
 PAGE = 4096
@@ -25,7 +25,7 @@ def random_bytes(count: int) -> bytes:
 def written(path, parts) -> bytes:
     with open(path, "wb", buffering=0) as file:
         write_buffers(file.fileno(), parts)
-        assert not direct_writes._is_direct(file.fileno())  # what follows may write any number of bytes
+        assert not safe_directory._is_direct(file.fileno())  # what follows may write any number of bytes
     return path.read_bytes()
 
 
@@ -84,16 +84,16 @@ def test_device_that_refuses_alignment_uses_page_cache(tmp_path, monkeypatch):
     real, refused = os.write, []
 
     def write(file, data):
-        if direct_writes._is_direct(file):
+        if safe_directory._is_direct(file):
             refused.append(len(data))
             raise OSError(errno.EINVAL, "alignment")
         return real(file, data)
 
-    monkeypatch.setattr(direct_writes.os, "write", write)
+    monkeypatch.setattr(safe_directory.os, "write", write)
     monkeypatch.setattr(
-        direct_writes,
+        safe_directory,
         "_DIRECT_FILE_SYSTEMS",
-        frozenset({direct_writes._file_system_of(os.open(tmp_path, os.O_RDONLY))}),
+        frozenset({safe_directory._file_system_of(os.open(tmp_path, os.O_RDONLY))}),
     )
     parts = [random_bytes(20 * MIB + 9)]
     contents = written(tmp_path / "file", parts)
@@ -104,7 +104,7 @@ def test_device_that_refuses_alignment_uses_page_cache(tmp_path, monkeypatch):
 def test_unaligned_write_continues_through_page_cache(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(
-        direct_writes.os, "write", lambda file, data: real(file, data[:1000] if len(data) > 1000 else data)
+        safe_directory.os, "write", lambda file, data: real(file, data[:1000] if len(data) > 1000 else data)
     )
     parts = [random_bytes(8 * MIB + 77)]
     assert written(tmp_path / "file", parts) == parts[0]
