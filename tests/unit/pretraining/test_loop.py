@@ -50,7 +50,7 @@ def test_newest_save_is_known_if_storage_does_not_answer(saved, misses, monkeypa
         config=SimpleNamespace(**intervals),
         log=SimpleNamespace(has=lambda iteration: True, was_evaluated=lambda iteration: False),
         world=SimpleNamespace(job=SimpleNamespace(id="job")),
-        began=0,
+        initial_iteration=0,
         saved=saved,
     )
     session = SimpleNamespace(position=SimpleNamespace(iteration=6), record=SimpleNamespace(stop=False))

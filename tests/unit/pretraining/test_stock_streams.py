@@ -45,7 +45,7 @@ def _read(file: Path) -> tuple[streams.StockStream, int]:
 
 
 def _patch(monkeypatch, tmp_path, begun):
-    monkeypatch.setattr(streams, "get_args", lambda: SimpleNamespace(dataloader_type="cyclic"))
+    monkeypatch.setattr(streams, "get_args", lambda: SimpleNamespace(dataloader_type="external"))
     monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     monkeypatch.setattr(
         streams,
