@@ -1,4 +1,4 @@
-"""Operations beside training, which may hang or fail without ending it: daemon threads, retries and backoff.
+"""Background operations, which may hang or fail without ending training: daemon threads, retries and backoff.
 
 Threads of :mod:`concurrent.futures` are joined at interpreter exit. A write to storage that never returns would keep
 the process alive forever.
@@ -27,7 +27,7 @@ from moc.errors import warning
 from moc.store.errors import CheckpointError, TakenError
 
 SWITCH_S = 1e-4
-"""Python's switch interval during snapshots; its default of 5 ms is as long as a complete copy."""
+"""Python's switch interval during snapshots; a copy can take less than its default of 5 ms."""
 
 _BACKGROUND, _AWAITED = "snapshot-", "event-log"
 """Name prefixes of background threads, and of threads that training waits for."""

@@ -48,7 +48,7 @@ ChunkIds = Mapping[int, Mapping[str, str]]
 """By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 Lacking = Mapping[int, Collection[str]]
-"""By rank with state, the operators that it has a part of and whose state it lacks; absent if it lacks none."""
+"""By rank with state, the operators of which it has a part without state; absent if there are none."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def replaying_stages(
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan by which the workers of a stage reach an iteration independently.
+    """How the workers of a stage reach an iteration independently.
 
     Attributes:
         begin: iterations completed at its start.

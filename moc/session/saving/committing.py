@@ -99,7 +99,7 @@ class Failure:
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
-        """Context for operations of this worker alone, whose errors must reach all workers."""
+        """Context for operations of one worker, whose errors must reach all workers."""
         try:
             yield
         except (CheckpointError, OSError) as error:
