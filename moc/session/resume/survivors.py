@@ -228,17 +228,17 @@ class Box(NamedTuple):
 
 
 class RegionTransfer(NamedTuple):
-    """A region sent from the ``held``-th box that the source has to the ``wanted``-th box that the target needs."""
+    """A region sent from box number ``source_box`` of the source to box number ``target_box`` of the target."""
 
     source: int
-    held: int
+    source_box: int
     target: int
-    wanted: int
+    target_box: int
     region: Region
 
 
 def transfers(
-    held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], most: int = MOST
+    available: Sequence[Sequence[Box]], needed: Sequence[Sequence[Box]], most: int = MOST
 ) -> tuple[list[RegionTransfer], list[Box]]:
     """Computes the transfers from the boxes that each rank has and needs.
 
@@ -247,28 +247,28 @@ def transfers(
     bytes, or one element.
 
     Returns:
-        Transfers that cover each element of the wanted boxes once, in an order for :func:`perform`; and the parts of
-        wanted boxes that no worker has.
+        Transfers that cover each element of the needed boxes once, in an order for :func:`perform`; and the parts of
+        needed boxes that no worker has.
     """
     holders: dict[tuple[str, str], list[tuple[int, int, Region]]] = defaultdict(list)
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(available):
         for number, box in enumerate(boxes):
             holders[box.name, box.slot].append((rank, number, box.region))
     given, found, missing = Counter(), [], []
-    for target, boxes in enumerate(wanted):
+    for target, boxes in enumerate(needed):
         for number, box in enumerate(boxes):
             left = [*box.region.cut(most // box.itemsize)][::-1]
             while left:
                 region, offers = left.pop(), []
-                for source, its, whole in holders[box.name, box.slot]:
+                for source, source_box, whole in holders[box.name, box.slot]:
                     if (common := region.intersect(whole)) is not None:
-                        offers.append((source != target, -common.numel, given[source], source, its, common))
+                        offers.append((source != target, -common.numel, given[source], source, source_box, common))
                 if not offers:
                     missing.append(box._replace(region=region))
                     continue
-                away, _, _, source, its, common = min(offers, key=lambda offer: offer[:5])
+                away, _, _, source, source_box, common = min(offers, key=lambda offer: offer[:5])
                 given[source] += away * common.numel * box.itemsize
-                found.append(RegionTransfer(source, its, target, number, common))
+                found.append(RegionTransfer(source, source_box, target, number, common))
                 left.extend(region.without(common))
     return _in_turns(found), missing
 
@@ -285,8 +285,8 @@ def _in_turns(found: Iterable[RegionTransfer]) -> list[RegionTransfer]:
 
 def perform(
     found: Iterable[RegionTransfer],
-    held: Sequence[tuple[Region, torch.Tensor]],
-    wanted: Sequence[tuple[Region, torch.Tensor]],
+    available: Sequence[tuple[Region, torch.Tensor]],
+    needed: Sequence[tuple[Region, torch.Tensor]],
 ) -> None:
     """Sends and receives; all workers call it with the same transfers, and with the values of their boxes.
 
@@ -296,11 +296,11 @@ def perform(
     rank = dist.get_rank()
     for one in found:
         if rank == one.source:
-            values = _part(*held[one.held], one.region).contiguous()
+            values = _part(*available[one.source_box], one.region).contiguous()
             if rank != one.target:
                 dist.send(values, one.target)
         if rank == one.target:
-            into = _part(*wanted[one.wanted], one.region)
+            into = _part(*needed[one.target_box], one.region)
             if rank != one.source:
                 values = torch.empty(one.region.shape, dtype=into.dtype, device=into.device)
                 dist.recv(values, one.source)
@@ -329,19 +329,19 @@ def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], ta
     tied = set().union(*gather({one.name for one in loaded if takes and saved_elsewhere(one)}))
     if not tied:
         return
-    held = [one for one in loaded if one.name in tied and not saved_elsewhere(one)]
-    wanted = [one for one in loaded if takes and saved_elsewhere(one)]
-    told = gather((_boxes(held), _boxes(wanted)))
-    found, missing = transfers([its for its, _ in told], [its for _, its in told])
+    available = [one for one in loaded if one.name in tied and not saved_elsewhere(one)]
+    needed = [one for one in loaded if takes and saved_elsewhere(one)]
+    boxes = gather((_boxes(available), _boxes(needed)))
+    found, missing = transfers([first for first, _ in boxes], [second for _, second in boxes])
     if missing:
         raise ValueError(f"no pipeline stage saves all of {missing[0].slot} of {missing[0].name}")
-    filled = [torch.empty_like(one.view) for one in wanted]
+    filled = [torch.empty_like(one.view) for one in needed]
     perform(
         found,
-        [(one.region, one.view) for one in held],
-        [(one.region, values) for one, values in zip(wanted, filled, strict=True)],
+        [(one.region, one.view) for one in available],
+        [(one.region, values) for one, values in zip(needed, filled, strict=True)],
     )
-    for fragment, values in zip(wanted, filled, strict=True):
+    for fragment, values in zip(needed, filled, strict=True):
         state.load(fragment, values)
 
 
@@ -354,11 +354,11 @@ def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int
 
     All ranks call it with the same copies.
     """
-    held, taken = fragments_by_operator(state), 0
+    by_operator, received = fragments_by_operator(state), 0
     for copy in copies:
         if rank not in (copy.source, copy.target):
             continue
-        fragments = held[copy.operator]
+        fragments = by_operator[copy.operator]
         packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message per operator
         if rank == copy.source:
             dist.send(packed, copy.target)
@@ -367,5 +367,5 @@ def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int
             values = packed.split([fragment.view.nbytes for fragment in fragments])
             for fragment, value in zip(fragments, values, strict=True):
                 state.load(fragment, value.clone().view(fragment.view.dtype))  # aligned for its dtype
-            taken += packed.nbytes
-    return taken
+            received += packed.nbytes
+    return received
