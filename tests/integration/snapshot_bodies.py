@@ -210,16 +210,16 @@ def train_in_bucket(flags: dict, bucket: str, environment: dict) -> dict:
     return bodies.train(flags)
 
 
-def train_and_flip(flags: dict, slot: str) -> str:
+def train_and_flip(flags: dict, drawn: str | int) -> str:
     """Trains; rank 0 changes one bit of the state between its digest and its dense checkpoint.
 
     Args:
         flags: of the run.
-        slot: optimizer-state key of the changed tensor.
+        drawn: as for ``flipped_before_saves``.
 
     Returns:
         The operator that has changed; empty on other ranks.
     """
-    with flipped_before_saves(slot) as changed:
+    with flipped_before_saves(drawn) as changed:
         bodies.train(flags)
     return "".join(changed)

@@ -127,16 +127,28 @@ def test_state_without_digests_is_not_verified(data, tmp_path):
 
 
 DENSE = dict(train_iters=LAST, exit_interval=3)
+DENSE_CASES: dict[str | int, tuple[str, str, dict]] = dict.fromkeys(("param", "exp_avg"), ("PP2xEP2", "EP2", BF16))
 
 
-@pytest.mark.parametrize("slot", ["param", "exp_avg"])
-def test_changed_bit_of_dense_checkpoint_is_named(slot, data, tmp_path, capsys):
-    flags, saved = data | BF16 | EXPERT_BIAS | DENSE, tmp_path / "saved"
-    told = start("PP2xEP2", flags | dict(save=str(saved)), "snapshot_bodies:train_and_flip", slot=slot).wait()
+def drawn_dense(seed: int) -> tuple[str, str, dict]:
+    """Draws the layouts of a save and of the start from it, and flags."""
+    chance, layouts = random.Random(seed), ("1", "DP2", "EP2", "PP2", "TP2", "PP2xEP2", "TP2xEP2")
+    return chance.choice(layouts), chance.choice(layouts), chance.choice(DRAWN_FLAGS)
+
+
+DENSE_CASES |= {seed: drawn_dense(seed) for seed in (range(12) if ALL else ())}
+
+
+@pytest.mark.parametrize("drawn", DENSE_CASES)
+def test_changed_bit_of_dense_checkpoint_is_named(drawn, data, tmp_path, capsys):
+    (layout, loads, changes), saved = DENSE_CASES[drawn], tmp_path / "saved"
+    flags = data | FOUR | EXPERT_BIAS | DENSE | changes
+    told = start(layout, flags | dict(save=str(saved)), "snapshot_bodies:train_and_flip", drawn=drawn).wait()
     changed = told[0].value
     assert changed, told[0].output[-4000:]
+    workers, parallel = LAYOUTS[loads]
     with pytest.raises(WorldFailed, match="state-digest-differs") as failed:
-        run_world(2, "tests.integration.bodies:train", flags=FLAGS | LAYOUTS["EP2"][1] | flags | dict(load=str(saved)))
+        run_world(workers, "tests.integration.bodies:train", flags=FLAGS | parallel | flags | dict(load=str(saved)))
     assert changed in str(failed.value)
     for output, target in (("snapshots", "snapshot"), ("hf", "hf")):
         assert program.main([str(saved), str(tmp_path / output), "--to", target]) == 1
