@@ -58,24 +58,36 @@ DRAWN_LAYOUTS = ("DP2", "EP2", "PP2", "TP2", "interleaved")
 DRAWN_FLAGS: tuple[dict, ...] = ({}, BF16, BF16 | EXPERT_BIAS, EXPERT_BIAS, dict(use_distributed_optimizer=False))
 
 
+DRAWN_POLICIES: tuple[dict, ...] = (
+    {},
+    dict(ckpt_policy="sparse", sparse_window=2),
+    dict(ckpt_policy="gradient", gradient_window=3, persist_interval=6),
+)
+
+
 def drawn(seed: int) -> tuple[str, str, dict, str]:
-    """Draws layout, flags, tier, moment, tensor and bit of a case."""
+    """Draws layout, flags, policy, tier, moment, tensor and bit of a case."""
     chance = random.Random(seed)
     layout, flags = chance.choice(DRAWN_LAYOUTS), chance.choice(DRAWN_FLAGS)
     moment = chance.choice(("kept", "saved", "weights"))
-    if moment == "weights":
-        flags = BF16 | flags
     if moment == "saved":
-        tier, which = chance.choice(("disk", "memory")), "ranks=0,1"
-        flags = (
-            flags if "use_distributed_optimizer" not in flags else {}
-        )  # another replica may be the one that is saved
+        tier, lost, at = chance.choice(("disk", "memory")), "ranks=0,1", 9
+        if "use_distributed_optimizer" in flags:
+            flags = {}  # another replica may be the one that is saved
         if tier == "memory":  # which has one snapshot, so storage needs an older one
             flags = flags | dict(persist_interval=3)
     else:
-        tier, which = "memory", "rank=1"
-    fault = f"kill {which} iteration={9 if moment == 'saved' else 8} point=before_commit"
-    return layout, f"0 7 {moment} {seed}", flags | dict(ckpt_tier=tier), fault
+        tier, at = chance.choice(("memory", "peers")), 8
+        lost = "node=1" if tier == "peers" else "rank=1"
+        flags = flags | chance.choice(DRAWN_POLICIES) | (BF16 if moment == "weights" else {})
+        if flags.get("ckpt_policy") == "sparse" and layout in ("PP2", "interleaved"):
+            flags = flags | dict(upstream_logging=True)
+    return (
+        layout,
+        f"0 7 {moment} {seed}",
+        flags | dict(ckpt_tier=tier),
+        f"kill {lost} iteration={at} point=before_commit",
+    )
 
 
 CASES |= {f"drawn {seed}": drawn(seed) for seed in (range(12) if ALL else ())}
@@ -85,11 +97,13 @@ CASES |= {f"drawn {seed}": drawn(seed) for seed in (range(12) if ALL else ())}
 @pytest.mark.parametrize("case", CASES)
 def test_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monkeypatch):
     layout, flip, changes, fault = CASES[case]
-    flags = data | EACH | changes
+    flags, nodes = data | EACH | changes, 2 if changes.get("ckpt_tier") == "peers" else 1
     monkeypatch.setenv("TEST_FLIP", flip)
+    if nodes > 1:
+        monkeypatch.setenv("TEST_LOSES", "1")
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, inject=[fault])
-        with Launched(layout, flags | places, tmp_path / "job", program=PROGRAM) as job:
+        with Launched(layout, flags | places, tmp_path / "job", program=PROGRAM, nodes=nodes) as job:
             assert job.wait() == 0, job.console[-4000:]
     changed = (tmp_path / "job" / "flipped").read_text()
     (warning,) = [line for line in job.console.splitlines() if "state-digest-differs" in line]
@@ -97,7 +111,11 @@ def test_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monkey
     (resumed,) = job.events("resume")
     assert resumed["iteration"] <= SAVED and resumed["wrong"] == []
     dense = data | EACH | changes | dict(ckpt_policy="full", ckpt_tier="disk", snapshot_interval=LAST)
-    dense = {name: value for name, value in dense.items() if not name.startswith(("sparse", "upstream", "persist"))}
+    dense = {
+        name: value
+        for name, value in dense.items()
+        if not name.startswith(("sparse", "upstream", "gradient_window", "persist"))
+    }
     train(layout, dense | dict(ckpt_dir=str(tmp_path / "straight")))
     ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], LAST) == contents(ends[1], LAST)
