@@ -72,6 +72,8 @@ SCENARIOS = [
     ("B: 2 4 @4", "--load B --save C --ckpt-step 2", "B 2"),
     ("B: 2 4d @4", "--load B --save B --ckpt-step 2", "B 2"),
     ("B: 2 @4", "--load B --save B --ckpt-step 4", "checkpoint-missing"),
+    ("B: 0 4 @4", "--load B --save C --ckpt-step 0", "B 0"),
+    ("B: 0s", "--load B --ckpt-step 0", "B 0"),
     ("A: 2 4 @4; B: 6a @6", "--load A --save B --ckpt-step 2", "save-of-another-run"),
     ("A: 2 4 @4; B: 4k @4", "--load A --save B --ckpt-step 2", "B 4 own"),
     ("B: 2 4 6j @6", "--load B --save B --ckpt-step 2", "B 6 own"),
@@ -225,7 +227,7 @@ def _outcome(root, flags):
     if choice.root is None or not os.path.exists(choice.root):
         return "nothing"
     release = "release" if command.load and command.load.has_tracker else None
-    if (what := choice.iteration or release) is None:
+    if (what := release if choice.iteration is None else choice.iteration) is None:
         return "nothing"
     notes = [note for note in ("weights",) if choice.begins] + [note for note in ("own",) if choice.is_own]
     return " ".join([os.path.basename(choice.root), str(what), *notes])

@@ -106,13 +106,13 @@ class Command:
     @property
     def origin(self) -> str:
         """Flags of a beginning in another directory; empty if its own checkpoints follow from ``--load``."""
-        if self.is_in_place and not (self.ckpt_step or self.no_load_optim):
+        if self.is_in_place and self.ckpt_step is None and not self.no_load_optim:
             return ""
         words = [f"--load {self.load.path}"] if self.load is not None else []
         words += [f"--pretrained-checkpoint {self.pretrained.path}"] if self.pretrained is not None else []
         if not words:
             return ""
-        words += [f"--ckpt-step {self.ckpt_step}"] if self.ckpt_step else []
+        words += [f"--ckpt-step {self.ckpt_step}"] if self.ckpt_step is not None else []
         words += [f"--{name.replace('_', '-')}" for name in ("finetune", "no_load_optim") if getattr(self, name)]
         return " ".join(words)
 
@@ -169,7 +169,7 @@ def choose(command: Command) -> CheckpointChoice:
             "Fix: correct the path, or drop the flag",
             code="checkpoint-missing",
         )
-    iteration = command.ckpt_step or load.current
+    iteration = load.current if command.ckpt_step is None else command.ckpt_step
     if iteration is not None and iteration not in load.iterations:
         raise CheckpointError(
             f"{dense_files.checkpoint_path(load.path, iteration)} does not exist. Fix: correct --load, --ckpt-step or "
@@ -199,7 +199,7 @@ def newest(command: Command) -> int | None:
 
 def _refuse_unknown(directory: Directory | None, command: Command) -> None:
     """Refuses an invalid tracker file, and a missing one: checkpoints of another program may be incomplete."""
-    if directory is None or command.ckpt_step:
+    if directory is None or command.ckpt_step is not None:
         return
     if directory.problem:
         raise CheckpointError(directory.problem)
