@@ -305,6 +305,12 @@ def check_contradictions(arguments: Any) -> None:
             f"{dashed(flag)} needs {dashed(other_flag)}. Fix: add it, or drop {dashed(flag)}",
             code="flag-needs-another",
         )
+    first, last = arguments.profile_step_start, arguments.profile_step_end
+    problems.refuse(
+        arguments.profile and last <= first,
+        f"--profile-step-end {last} is not after --profile-step-start {first}. Fix: change one of them",
+        code="flag-exceeds-another",
+    )
     needed = [name for name in _TOKENIZER_FILES.get(arguments.tokenizer_type, ()) if not getattr(arguments, name)]
     problems.refuse(
         needed,

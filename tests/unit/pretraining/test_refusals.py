@@ -17,6 +17,10 @@ SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 REFUSED = [
     ("--lr-warmup-iters 10", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters --train-iters"),
     ("--lr-warmup-iters 9 --lr-decay-iters 9", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters"),
+    (
+        "--profile --use-pytorch-profiler --profile-step-start 20",
+        "flag-exceeds-another --profile-step-start --profile-step-end",
+    ),
     ("--lr-warmup-fraction 1", "value-out-of-range --lr-warmup-fraction"),
     ("--lr-warmup-init 1", "flag-exceeds-another --lr-warmup-init --lr"),
     ("--data-path /nonexistent", "flags-exclude-each-other --mock-data --data-path"),
