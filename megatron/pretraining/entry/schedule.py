@@ -114,6 +114,11 @@ class Reports:
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Adds the report of a micro batch; returns the loss's sum and weight for the commit all-reduce."""
+        if not report:
+            raise ConfigError(
+                "the loss function reports no value. Fix: report the loss first, as a mean, or a sum and its weight",
+                code="loss-report-invalid",
+            )
         (self.loss_name, loss), *other_reports = report.items()
         for name, value in other_reports if self._is_reporting else ():
             pair = _sum_and_weight(value)

@@ -18,6 +18,7 @@ cpu.install()
 from megatron.core import num_microbatches_calculator as calculators  # noqa: E402
 
 from megatron.pretraining.entry import schedule, streams  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 
 def test_split_without_datasets_has_no_data(monkeypatch):
@@ -88,6 +89,11 @@ def test_readers_end_with_their_worker(monkeypatch, tmp_path):
     worker.join()
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
+
+
+def test_loss_function_must_report_a_value():
+    with raises("loss-report-invalid"):
+        schedule.Reports.add(object.__new__(schedule.Reports), {})
 
 
 def test_data_for_growing_batches_must_last(monkeypatch):
