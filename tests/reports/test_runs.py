@@ -117,6 +117,13 @@ def test_start_continues_its_run_or_is_refused(there, flags, expected, tmp_path)
     assert _outcome(tmp_path, flags) == expected
 
 
+@each_row(("is_own", "iteration", "skips"), [(False, 5, True), (True, None, False)])
+def test_flags_of_beginning_do_not_apply_later(is_own, iteration, skips):
+    given = argparse.Namespace(no_load_optim=True, no_save_optim=False, override_ckpt_iteration=5)
+    arguments = lineage.CheckpointChoice("root", 20, is_own=is_own).arguments(given)
+    assert (arguments["override_ckpt_iteration"], arguments["no_load_optim"]) == (iteration, skips)
+
+
 BEGINNINGS = [
     # what is there, flags of the run of the snapshots, flags of this start, what happens
     ("A: 4 @4", "--save B", "--load A --save B", "snapshots-of-another-run"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moc.errors import with_code
 from moc.store import dense_files
@@ -144,6 +145,21 @@ class CheckpointChoice:
     def metadata(self) -> tuple[int, bool]:
         """The content of a tracker file that names this checkpoint: its iteration, and whether it is a release."""
         return (0, True) if self.iteration is None else (self.iteration, False)
+
+    def arguments(self, given: Any) -> dict[str, Any]:
+        """Returns the arguments by which Megatron-LM loads it, by name; ``given`` are those of the command line.
+
+        Flags of the beginning do not apply to a later checkpoint of the run, which has its position and its optimizer
+        state.
+        """
+        return {
+            "load": self.root,
+            "pretrained_checkpoint": None,
+            "ckpt_step": self.iteration,
+            "finetune": self.begins,
+            "no_load_optim": given.no_load_optim and (given.no_save_optim or not self.is_own),
+            "override_ckpt_iteration": None if self.is_own else given.override_ckpt_iteration,
+        }
 
 
 def choose(command: Command) -> CheckpointChoice:
