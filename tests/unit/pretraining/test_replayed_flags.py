@@ -96,7 +96,7 @@ def test_any_two_flags_that_differ_are_named():
         assert all(f"{dashed(name)} is" in said for name in pair), said
 
 
-def test_schedule_of_batches_is_compared_without_number_of_workers():
+def test_schedule_is_compared_without_number_of_workers():
     words = f"{BASE} --step-batch-size-schedule 0:4,1K:8"
     stored, current = (contents.repeated(parse(words, workers=workers)) for workers in (1, 2))
     assert stored == current and stored["step_batch_size_schedule"] == "0:4,1K:8"
