@@ -91,6 +91,14 @@ def test_readers_end_with_their_worker(monkeypatch, tmp_path):
         time.sleep(0.01)
 
 
+def test_forward_step_receives_options_of_schedule():
+    """With --overlap-moe-expert-parallel-comm, schedules ask for a plan of the layers."""
+    step = schedule.reporting(lambda batches, chunk, return_schedule_plan=False: (return_schedule_plan, None), None)
+    one = object.__new__(schedule.StockSchedule)
+    one._forward_step, one._hooks = step, SimpleNamespace(run_micro_batch=lambda compute: compute())
+    assert one._one_micro_batch(None, None, return_schedule_plan=True)[0] and not one._one_micro_batch(None, None)[0]
+
+
 def test_loss_function_must_report_a_value():
     with raises("loss-report-invalid"):
         schedule.Reports.add(object.__new__(schedule.Reports), {})
