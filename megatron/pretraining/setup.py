@@ -12,7 +12,7 @@ from statistics import median
 import torch.distributed as dist
 
 from megatron.pretraining.checkpoint.background import Saves
-from megatron.pretraining.config import ConfigError
+from megatron.pretraining.config import ConfigError, train_samples
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.data.identity import DataError, DataIdentity, difference
 from megatron.pretraining.duties import Done, Duties, due, missed
@@ -84,7 +84,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
     splits = _splits_with_data(parts)
     if world.job.term[1] == 0:  # a replaced worker joins others that have been described
-        _describe(parts, session, engine, topology)
+        _describe(parts, session, engine)
         phases.done("describe")
     log.events.write(
         "start",
@@ -147,17 +147,16 @@ def _callbacks(parts: WorkerParts, engine: MegatronEngine, session: Session) -> 
     )
 
 
-def _describe(parts: WorkerParts, session: Session, engine: MegatronEngine, topology: Topology) -> None:
+def _describe(parts: WorkerParts, session: Session, engine: MegatronEngine) -> None:
     """Prints what the run is, before its first iteration; a collective call."""
     config, world = parts.config, parts.world
     workers = gather_facts(world, count_parameters(parts.chunks))
-    samples = parts.train_iters * topology.global_batch_size
     summary: dict[str, str | list[str]] = {
         "versions": versions(),
         "devices": describe_devices(workers),
         "layout": [describe_layout(config, world), *stage_lines(workers, engine.stages)],
         "parameters": describe_parameters(engine.operators, config.moe.moe_router_topk or 1),
-        "data": describe_data(parts.data_sizes, samples, config.data.seq_length),
+        "data": describe_data(parts.data_sizes, train_samples(config, world.size), config.data.seq_length),
         "policy": describe_policy(
             session.policy,
             config.snapshot.ckpt_tier,

@@ -215,7 +215,7 @@ CASES = {
     "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
     "config-of-another-program": front("model.num_layers=2 model.hidden_size=64", "--num-layers 2 --hidden-size 64"),
     "dialect-ambiguous": front("--tokenizer-name-or-path x", "--dialect"),
-    "device-unsupported": front("--hybrid-layer-pattern *-*-", "*-*-"),
+    "device-unsupported": front("--profile", "--use-pytorch-profiler"),
     "model-missing": user_script("model-missing", status=2),
     "process-groups-of-caller": user_script("process-groups-of-caller", named="pg_collection", status=2),
     "datasets-unsupported": user_script("datasets-unsupported", named="Stream", status=2),

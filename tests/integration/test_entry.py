@@ -47,6 +47,7 @@ MORE_STOCK_CASES = {
     "EP2": (EP2, FULL),
     "EP2 ZeRO-1": (f"{EP2} {ZERO1}", FULL),
     "EP2 bf16": (f"{EP2} --bf16", FULL),
+    "overlapped": (f"{EP2} --bf16 --micro-batch-size 1 --overlap-moe-expert-parallel-comm", FULL),
     "MLA": (f"{EP2} {ZERO1} {MLA} --v-head-dim 16", FULL),
     "MTP": (f"{EP2} {ZERO1} --mtp-num-layers 1", FULL),
     "PP2": (f"{MOE} {PP2}", FULL),

@@ -72,6 +72,8 @@ SCENARIOS = [
     ("B: 2 4 @4", "--load B --save C --ckpt-step 2", "B 2"),
     ("B: 2 4d @4", "--load B --save B --ckpt-step 2", "B 2"),
     ("B: 2 @4", "--load B --save B --ckpt-step 4", "checkpoint-missing"),
+    ("B: 0 4 @4", "--load B --save C --ckpt-step 0", "B 0"),
+    ("B: 0s", "--load B --ckpt-step 0", "B 0"),
     ("A: 2 4 @4; B: 6a @6", "--load A --save B --ckpt-step 2", "save-of-another-run"),
     ("A: 2 4 @4; B: 4k @4", "--load A --save B --ckpt-step 2", "B 4 own"),
     ("B: 2 4 6j @6", "--load B --save B --ckpt-step 2", "B 6 own"),
@@ -113,6 +115,13 @@ def test_start_continues_its_run_or_is_refused(there, flags, expected, tmp_path)
         name, _, content = directory.partition(":")
         _make(tmp_path / name.strip(), content.split())
     assert _outcome(tmp_path, flags) == expected
+
+
+@each_row(("is_own", "iteration", "skips"), [(False, 5, True), (True, None, False)])
+def test_flags_of_beginning_do_not_apply_later(is_own, iteration, skips):
+    given = argparse.Namespace(no_load_optim=True, no_save_optim=False, override_ckpt_iteration=5)
+    arguments = lineage.CheckpointChoice("root", 20, is_own=is_own).arguments(given)
+    assert (arguments["override_ckpt_iteration"], arguments["no_load_optim"]) == (iteration, skips)
 
 
 BEGINNINGS = [
@@ -225,7 +234,7 @@ def _outcome(root, flags):
     if choice.root is None or not os.path.exists(choice.root):
         return "nothing"
     release = "release" if command.load and command.load.has_tracker else None
-    if (what := choice.iteration or release) is None:
+    if (what := release if choice.iteration is None else choice.iteration) is None:
         return "nothing"
     notes = [note for note in ("weights",) if choice.begins] + [note for note in ("own",) if choice.is_own]
     return " ".join([os.path.basename(choice.root), str(what), *notes])

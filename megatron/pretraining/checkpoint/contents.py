@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.pretraining.config import Config, global_batch_size, train_iterations
+from megatron.pretraining.config import Config, train_samples
 from megatron.pretraining.config.deterministic import is_exact, recovery_is_exact
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
@@ -296,10 +296,10 @@ def sample_order(config: Config, world: World) -> dict:
 
     A cyclic loader gives each data-parallel rank a part of the data, so its order depends on their number.
     """
-    data, batch = config.data, global_batch_size(config, world.size)
+    data = config.data
     settings = {
         "seed": config.rng.seed,
-        "train_samples": train_iterations(config, world.size) * batch,
+        "train_samples": train_samples(config, world.size),
         "seq_length": data.seq_length,
         "split": data.split,
         "data_path": list(data.data_path or ()),
@@ -359,8 +359,8 @@ _GRADIENTS = """
     fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_output_proj
     first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe
     reset_position_ids reset_attention_mask eod_mask_loss create_attention_mask_in_dataloader
-    dataloader_inter_document_masking fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix
-    sft logits_load_dir logits_load_kd_loss_alpha
+    dataloader_inter_document_masking allow_ambiguous_pad_tokens fim_data fim_rate fim_spm_rate fim_split_sample
+    fim_fragment_rate fim_no_prefix sft logits_load_dir logits_load_kd_loss_alpha
     moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
     moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
     moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_quantile_balancing_ema
@@ -376,7 +376,10 @@ _POSITION = "num_steps"
 
 def repeated(config: Config) -> dict[str, Any]:
     """Returns the flags that determine this run's gradients and updates, by name, as values of JSON."""
-    return _values(config, _NAMES)
+    values = _values(config, _NAMES)
+    if config.scheduled_batch_sizes:  # Megatron-LM derives this size, which no batch has, from the number of workers
+        del values["global_batch_size"]
+    return values
 
 
 def _values(config: Config, names: Iterable[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moc.errors import with_code
 from moc.store import dense_files
@@ -106,13 +107,13 @@ class Command:
     @property
     def origin(self) -> str:
         """Flags of a beginning in another directory; empty if its own checkpoints follow from ``--load``."""
-        if self.is_in_place and not (self.ckpt_step or self.no_load_optim):
+        if self.is_in_place and self.ckpt_step is None and not self.no_load_optim:
             return ""
         words = [f"--load {self.load.path}"] if self.load is not None else []
         words += [f"--pretrained-checkpoint {self.pretrained.path}"] if self.pretrained is not None else []
         if not words:
             return ""
-        words += [f"--ckpt-step {self.ckpt_step}"] if self.ckpt_step else []
+        words += [f"--ckpt-step {self.ckpt_step}"] if self.ckpt_step is not None else []
         words += [f"--{name.replace('_', '-')}" for name in ("finetune", "no_load_optim") if getattr(self, name)]
         return " ".join(words)
 
@@ -145,6 +146,21 @@ class CheckpointChoice:
         """The content of a tracker file that names this checkpoint: its iteration, and whether it is a release."""
         return (0, True) if self.iteration is None else (self.iteration, False)
 
+    def arguments(self, given: Any) -> dict[str, Any]:
+        """Returns arguments with which Megatron-LM loads it, by name; ``given`` are the arguments of the command line.
+
+        Flags of the beginning do not apply to a later checkpoint of the run, which has its position and its optimizer
+        state.
+        """
+        return {
+            "load": self.root,
+            "pretrained_checkpoint": None,
+            "ckpt_step": self.iteration,
+            "finetune": self.begins,
+            "no_load_optim": given.no_load_optim and (given.no_save_optim or not self.is_own),
+            "override_ckpt_iteration": None if self.is_own else given.override_ckpt_iteration,
+        }
+
 
 def choose(command: Command) -> CheckpointChoice:
     """Returns the checkpoint that a start loads.
@@ -169,7 +185,7 @@ def choose(command: Command) -> CheckpointChoice:
             "Fix: correct the path, or drop the flag",
             code="checkpoint-missing",
         )
-    iteration = command.ckpt_step or load.current
+    iteration = load.current if command.ckpt_step is None else command.ckpt_step
     if iteration is not None and iteration not in load.iterations:
         raise CheckpointError(
             f"{dense_files.checkpoint_path(load.path, iteration)} does not exist. Fix: correct --load, --ckpt-step or "
@@ -199,7 +215,7 @@ def newest(command: Command) -> int | None:
 
 def _refuse_unknown(directory: Directory | None, command: Command) -> None:
     """Refuses an invalid tracker file, and a missing one: checkpoints of another program may be incomplete."""
-    if directory is None or command.ckpt_step:
+    if directory is None or command.ckpt_step is not None:
         return
     if directory.problem:
         raise CheckpointError(directory.problem)

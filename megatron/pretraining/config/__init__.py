@@ -23,4 +23,5 @@ from megatron.pretraining.config.world import (
     stage_size,
     stages_on_nodes,
     train_iterations,
+    train_samples,
 )

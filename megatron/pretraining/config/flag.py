@@ -8,8 +8,8 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 from moc.errors import FIX, UserError, with_code
 from moc.files.decode import short_repr, shorten
@@ -218,13 +218,26 @@ class FlagGroup:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        self.find_problems(problems)
+        self._find_problems(problems)
         problems.raise_found()
 
-    def find_problems(self, problems: Problems) -> None:
-        """Adds the problems of this group, and deletes fields with an invalid value."""
+    @classmethod
+    def of_values(cls, values: Mapping[str, object], problems: Problems) -> Self:
+        """Returns a group of values by field, and adds its problems.
+
+        A field whose value is invalid or ``UNKNOWN`` raises ``UnknownValueError`` when it is read.
+        """
+        group = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(group, name, value)
+        group._find_problems(problems)
+        return group
+
+    def _find_problems(self, problems: Problems) -> None:
+        """Adds the problems of this group, and deletes fields without a valid value."""
         for spec in flags_of(type(self)):
-            if spec.name in vars(self) and not problems.check(spec.check, getattr(self, spec.name)):
+            value = getattr(self, spec.name)
+            if value is UNKNOWN or not problems.check(spec.check, value):
                 object.__delattr__(self, spec.name)
         problems.check(self.validate, problems)
 
@@ -332,7 +345,7 @@ def _parse_number(value: Any) -> float:
 
 
 def _parse_text(value: object) -> str:
-    if isinstance(value, (bool, list, tuple, dict)):
+    if isinstance(value, (bool, list, tuple, dict)) or value == "":
         raise TypeError
     return str(value)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.pretraining.config.deepspeed import DeepSpeedFlags
-from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, convert_value, flag, flags_of
+from megatron.pretraining.config.flag import UNKNOWN, Flag, FlagGroup, Problems, convert_value, flag, flags_of
 from megatron.pretraining.config.layer_pattern import expand
 from megatron.pretraining.config.snapshot import FaultFlags, SnapshotFlags
 from moc.elastic.allocation import MAX_DOMAIN_RANKS
@@ -414,17 +414,19 @@ def all_flags() -> dict[str, Flag]:
     return {spec.name: spec for group in group_classes().values() for spec in flags_of(group)}
 
 
-def converted(own: Mapping[str, object]) -> dict[str, Any]:
-    """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
-    problems, values = Problems(), dict[str, Any]()
+def converted(own: Mapping[str, object], problems: Problems) -> dict[str, Any]:
+    """Returns values of our flags, by name, in the types of their fields.
+
+    Adds a problem for each value that does not fit, which becomes ``UNKNOWN``.
+    """
+    values = dict[str, Any].fromkeys(own, UNKNOWN)
     for name, value in own.items():
         problems.check(lambda name=name, value=value: values.update({name: convert_value(all_flags()[name], value)}))
-    problems.raise_found()
     if values.get("deepspeed"):
         values.setdefault("zero_stage", 1)
     return values
 
 
-def group_of(kind: type[FlagGroup], values: Mapping[str, object]) -> FlagGroup:
-    """Returns a group that consists of our flags only; raises ConfigError if its values contradict each other."""
-    return kind(**{spec.name: values.get(spec.name, spec.default) for spec in flags_of(kind)})
+def group_of(kind: type[FlagGroup], values: Mapping[str, object], problems: Problems) -> FlagGroup:
+    """Returns a group that consists of our flags only, and adds its problems."""
+    return kind.of_values({spec.name: values.get(spec.name, spec.default) for spec in flags_of(kind)}, problems)

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
+from megatron.pretraining.config.flag import UNKNOWN, FlagGroup, Problems, dashed, flag, flags_of
 from moc.fault_points import POINTS
 from moc.policy import AUTO, POLICIES, PolicyFlag, RegisteredPolicy, parse_interval, policy_by_flag
 from moc.policy.errors import PolicyError, policy_refusal
@@ -144,6 +144,12 @@ class _EveryPolicy(FlagGroup):
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
+        problems.check(self._validate_policy, problems)
+        if vars(self).get("ckpt_policy", UNKNOWN) is not None:
+            problems.check(self._validate_upstream_logs, problems)
+            problems.check(self._validate_tier, problems)
+
+    def _validate_policy(self, problems: Problems) -> None:
         kind, owner_of_flag = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
         chosen = {
             *_CHOSEN_BY_AUTO,
@@ -182,24 +188,23 @@ class _EveryPolicy(FlagGroup):
         for policy in POLICIES.values():
             if policy in active:
                 problems.check(self._check_conflicts, policy, problems)
-        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
-        problems.check(self._validate_tier, problems)
 
     def _check_conflicts(self, kind: RegisteredPolicy, problems: Problems) -> None:
         for conflict in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
             refuse_by(kind, conflict, problems)
 
-    def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
-        problems.refuse(
-            self.upstream_logging and not replays,
-            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}. Fix: drop it, or choose "
-            f"--ckpt-policy {_REPLAYING}",
-            code="policy-lacks-flag",
-        )
+    def _validate_upstream_logs(self, problems: Problems) -> None:
         problems.refuse(
             self.upstream_log_limit != 8.0 and not self.upstream_logging,
             "--upstream-log-limit needs --upstream-logging. Fix: add it",
             code="flag-needs-another",
+        )
+        kind = POLICIES.get(self.ckpt_policy or "")
+        problems.refuse(
+            self.upstream_logging and not (kind is not None and kind.can_replay),
+            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}. Fix: drop it, or choose "
+            f"--ckpt-policy {_REPLAYING}",
+            code="policy-lacks-flag",
         )
 
     def _validate_tier(self, problems: Problems) -> None:

@@ -90,6 +90,12 @@ def may_save_gradients(config: Config) -> bool:
 def _check_directories(config: Config, problems: Problems) -> None:
     snapshot, save = config.snapshot, config.checkpoint.save
     problems.refuse(
+        snapshot.ckpt_dir and save and os.path.realpath(snapshot.ckpt_dir) == os.path.realpath(save),
+        "--ckpt-dir and --save name one directory, where their checkpoints have the same names. Fix: drop --ckpt-dir, "
+        "or name another directory",
+        code="flags-exclude-each-other",
+    )
+    problems.refuse(
         config.checkpoint.ckpt_step is not None and not config.checkpoint.load and not snapshot.ckpt_policy,
         "--ckpt-step needs --load or --ckpt-policy. Fix: add one of them",
         code="flag-needs-another",
@@ -98,12 +104,6 @@ def _check_directories(config: Config, problems: Problems) -> None:
         snapshot.ckpt_policy and not (snapshot.ckpt_dir or save),
         "--ckpt-policy needs a directory for snapshots. Fix: add --ckpt-dir or --save",
         code="snapshot-directory-missing",
-    )
-    problems.refuse(
-        snapshot.ckpt_dir and save and os.path.realpath(snapshot.ckpt_dir) == os.path.realpath(save),
-        "--ckpt-dir and --save name one directory, where their checkpoints have the same names. Fix: drop --ckpt-dir, "
-        "or name another directory",
-        code="flags-exclude-each-other",
     )
 
 

@@ -115,6 +115,14 @@ def train_iterations(config: Config, world_size: int) -> int:
     return config.training.train_samples // global_batch_size(config, world_size)
 
 
+def train_samples(config: Config, world_size: int) -> int:
+    """Returns the samples to train that Megatron-LM prepares; with a batch schedule, ``--train-samples`` if given."""
+    samples = config.training.train_samples
+    if samples is not None and config.scheduled_batch_sizes:
+        return samples
+    return train_iterations(config, world_size) * global_batch_size(config, world_size)
+
+
 def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
     """Returns the sizes of a layout, under the names that snapshots use."""
     parallel = config.parallel

@@ -29,6 +29,7 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 from megatron.pretraining.checkpoint.digests import StoredDigests, read_digests  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import restricted_unpickling  # noqa: E402
+from megatron.pretraining.config.flag import dashed  # noqa: E402
 from megatron.pretraining.convert.contents import (  # noqa: E402
     COMPUTE,
     DTYPE_NAMES,
@@ -339,10 +340,11 @@ def write_dense(
         advance: called with the number of bytes written.
 
     Raises:
-        CheckpointError: the model is incomplete, this iteration is already saved, or another save to the directory is
-            unfinished.
+        CheckpointError: the model is incomplete, or its layers have other names in torch_dist; this iteration is
+            already saved, or another save to the directory is unfinished.
     """
     iteration = contents.facts.iteration
+    _refuse_renamed_layers(contents.facts.state.get("model") or {})
     check_complete(contents)
     state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
@@ -367,6 +369,16 @@ def write_dense(
     return dense_files.publish_save(
         root, iteration, {name: dense_files.describe_file(staging / name) for name in written}
     )
+
+
+def _refuse_renamed_layers(model: Mapping[str, Any]) -> None:
+    """Refuses a model whose snapshots do not have Megatron-LM's names (see ``model.parameters.known_name``)."""
+    if option := next((name for name in ("mtp_num_layers", "hybrid_layer_pattern") if model.get(name)), None):
+        raise CheckpointError(
+            f"the model has {dashed(option)} {model[option]}, and its layers have other names in torch_dist than in "
+            "snapshots. Fix: resume the run with --save, which writes torch_dist",
+            code="target-unsupported",
+        )
 
 
 def _training_state(contents: ConvertedState) -> dict:

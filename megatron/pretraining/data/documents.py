@@ -110,7 +110,7 @@ def on_blank_lines(line: bytes) -> str | None:
 def on_regex(pattern: str) -> Splitter:
     """Returns a splitter that starts a document at every line that matches the pattern."""
     try:
-        matches = re.compile(pattern.encode()).search
+        matches = re.compile(os.fsencode(pattern)).search
     except re.error as error:
         raise ToolError(
             f"--split-on-regex {pattern!r} is no regular expression: {error}. Fix: correct it", code="value-unreadable"
@@ -142,12 +142,22 @@ def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) ->
 
 
 def _walk(directory: str) -> Iterator[str]:
-    for parent, subdirectories, names in os.walk(directory):
+    """Yields the files below a directory, each once, also below links; raises OSError if a directory is unreadable."""
+    visited = set()
+    for parent, subdirectories, names in os.walk(directory, onerror=_raise, followlinks=True):
+        if (real := os.path.realpath(parent)) in visited:
+            subdirectories.clear()
+            continue
+        visited.add(real)
         subdirectories.sort()
         for name in sorted(names):
             path = os.path.join(parent, name)
             if os.path.isfile(path) or not os.path.exists(path):  # a broken link is reported when it is opened
                 yield path
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:

@@ -34,7 +34,7 @@ from megatron.pretraining.data.documents import (
     on_blank_lines,
     on_regex,
 )
-from megatron.pretraining.data.identity import vocabulary_of
+from megatron.pretraining.data.identity import size_of_vocabulary, vocabulary_of
 from moc.cli_output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
 
 BATCH_BYTES = 256 * 1024
@@ -144,7 +144,7 @@ def preprocess(args: argparse.Namespace) -> list[str]:
             f"--workers is {args.workers}. Fix: give a number that is at least 1", code="value-out-of-range"
         )
     split = on_blank_lines if args.split_on_blank_lines else None
-    split = on_regex(args.split_on_regex) if args.split_on_regex else split
+    split = on_regex(args.split_on_regex) if args.split_on_regex is not None else split
     reader = Reader(_files(args), split)
     tokenizer, template, dtype = _load_tokenizer(args)
     numbers = args.tokenizer_type == "NullTokenizer"
@@ -211,7 +211,7 @@ def _load_tokenizer(args: argparse.Namespace):
         raise ToolError(str(error), code=error.code) from None
     from megatron.core.datasets.indexed_dataset import DType
 
-    return built, template, DType.optimal_dtype(built.vocab_size)
+    return built, template, DType.optimal_dtype(size_of_vocabulary(built))
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Encoder:
         special: frozenset[int] = frozenset(),
     ):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
-        self._special = sorted(special)
+        self._special, self._size = sorted(special), size_of_vocabulary(tokenizer)
 
     def __call__(self, piece: DocumentPiece) -> Encoded:
         """Tokenizes one piece; returns an error in it instead of raising."""
@@ -267,7 +267,7 @@ class Encoder:
             raise BadText(
                 f"{piece.path}, line {piece.line}: the tokenizer refuses it ({error}). Fix: {CORRECT}"
             ) from None
-        if ids and not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
+        if ids and not 0 <= min(ids) <= max(ids) < self._size:
             raise BadText(
                 f"{piece.path}, line {piece.line}: token ids are beyond --vocab-size. Fix: raise it, or {CORRECT}"
             )

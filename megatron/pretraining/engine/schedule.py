@@ -22,7 +22,7 @@ from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.fault_points import reach
 
-ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
+ForwardStep = Callable[..., tuple[torch.Tensor, Callable]]
 
 
 class MicroBatchHooks:
@@ -107,9 +107,10 @@ class Schedule:
         """Returns the schedule's arguments about the micro batches of an iteration, by name."""
         return self._sizes
 
-    def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
+    def _one_micro_batch(self, batches, chunk, **options) -> tuple[torch.Tensor, Callable]:
+        """Computes a micro batch, or returns its plan if the schedule overlaps layers of two of them (``options``)."""
         reach("forward_backward")
-        return self._hooks.run_micro_batch(lambda: self._forward_step(batches, chunk))
+        return self._hooks.run_micro_batch(lambda: self._forward_step(batches, chunk, **options))
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens

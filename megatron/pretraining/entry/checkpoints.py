@@ -127,11 +127,7 @@ class StockCheckpoints(Saves):
             return None
         if choice.is_own and self._origin:
             self._log.message(f"the run that began with {self._origin} continues in --save, at {choice.iteration}")
-        # flags of the beginning do not apply to a later checkpoint of the run, which has its optimizer state
-        skips_optimizer = args.no_load_optim and (args.no_save_optim or not choice.is_own)
-        flags = {"load": choice.root, "pretrained_checkpoint": None, "ckpt_step": choice.iteration}
-        flags |= {"finetune": choice.begins, "no_load_optim": skips_optimizer}
-        with replaced(args, **flags), replaced(checkpointing, read_metadata=lambda _: choice.metadata):
+        with replaced(args, **choice.arguments(args)), replaced(checkpointing, read_metadata=lambda _: choice.metadata):
             position = self._load(choice)
         if position is not None and self._saves_to(choice.root):
             self.last_saved = position.iteration

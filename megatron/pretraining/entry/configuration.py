@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.config import Config
@@ -31,6 +34,7 @@ from megatron.pretraining.entry.limits import (
     check_virtual_stages,
 )
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
+from moc.files.decode import shorten_middle
 
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
@@ -70,16 +74,16 @@ class MegatronConfig(Config):
         schedule = getattr(self.arguments, "step_batch_size_schedule", None)
         if schedule is None:
             return ()
-        calculators: Any = import_module("megatron.core.num_microbatches_calculator")
         try:
-            steps = calculators.StepBatchsizeNumMicroBatchesCalculator(
-                1, 1, False, 1, schedule, self.arguments.seq_length
-            ).schedule
+            steps = (
+                _batch_calculators()
+                .StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, self.arguments.seq_length)
+                .schedule
+            )
         except (AssertionError, ValueError, OverflowError) as error:
-            reason = import_module("moc.runtime.collectives").first_line(error)
             raise ConfigError(
-                f"--step-batch-size-schedule cannot be read ({reason}). Fix: write pairs of a number of "
-                "tokens and a batch size, such as 0:256,1B:512",
+                f"--step-batch-size-schedule cannot be read ({shorten_middle(str(error))}). Fix: write pairs of a "
+                "number of tokens and a batch size, such as 0:256,1B:512",
                 code="value-unreadable",
             ) from None
         return tuple(size for _, size in steps)
@@ -108,18 +112,19 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     Raises:
         ConfigError: a value of our flags, or a combination with others, cannot work.
     """
-    return _checked(unchecked_config(arguments, own))
+    problems = Problems()
+    config = unchecked_config(arguments, own, problems)
+    problems.raise_found()
+    return _checked(config)
 
 
-def unchecked_config(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig:
+def unchecked_config(arguments: Namespace, own: Mapping[str, object], problems: Problems) -> MegatronConfig:
     """Returns the configuration as :func:`config_of`, of arguments that are only parsed.
 
     Values that Megatron-LM's validation derives are missing, and groups of flags are not compared with each other.
-
-    Raises:
-        ConfigError: a value of our flags, or a combination within a group, cannot work.
+    Adds the problems of our flags and of their groups; values that cannot work are missing.
     """
-    flags, own_values = all_flags(), converted(own)
+    flags, own_values = all_flags(), converted(own, problems)
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
     if own_values.get("elastic"):
@@ -127,36 +132,45 @@ def unchecked_config(arguments: Namespace, own: Mapping[str, object]) -> Megatro
     if own_values.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
     for name, kind in group_classes().items():
-        groups[name] = kind(
-            **{
-                field.name: own_values.get(field.name, stock.get(field.name, flags[field.name].default))
-                if field.name in flags
-                else _value(arguments, field.name)
-                for field in dataclasses.fields(kind)
-            }
-        )
+        values = {
+            field.name: own_values.get(field.name, stock.get(field.name, flags[field.name].default))
+            if field.name in flags
+            else _value(arguments, field.name)
+            for field in dataclasses.fields(kind)
+        }
+        groups[name] = kind.of_values(values, problems)
     return MegatronConfig(**groups, given=dict(own), arguments=arguments)
 
 
-def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Problems) -> MegatronConfig | None:
+def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Problems) -> MegatronConfig:
     """Adds all problems that do not depend on the number of workers and need no validated arguments.
 
     Returns:
-        The configuration, whose arguments are only parsed; None if our flags do not form one, or batches have no size.
+        The configuration, whose arguments are only parsed; values that cannot work are missing.
     """
     for check in (check_divisions, check_virtual_stages, check_contradictions, check_schedule, check_router):
         problems.check(check, arguments)
     complete = Namespace(**vars(arguments))
     if complete.expert_tensor_parallel_size is None:  # as Megatron-LM, and elastic training
         complete.expert_tensor_parallel_size = 1 if own.get("elastic") else complete.tensor_model_parallel_size
-    configs = list[MegatronConfig]()
-    problems.check(lambda: configs.append(unchecked_config(complete, own)))
-    for config in configs:
-        problems.check(check_own_flags, config)
-        problems.check(_check_initialization, config)
-        for check in (*_EXCLUDING, refuse_evaluation_batches):
-            problems.check(check, config, complete)
-    return configs[0] if configs and complete.micro_batch_size else None
+    config = unchecked_config(complete, own, problems)
+    problems.check(lambda: config.scheduled_batch_sizes)
+    problems.check(check_own_flags, config)
+    problems.check(_check_initialization, config)
+    for check in (*_EXCLUDING, refuse_evaluation_batches):
+        problems.check(check, config, complete)
+    return config
+
+
+@functools.cache
+def _batch_calculators() -> Any:
+    """Returns megatron-core's module of batch sizes, loaded as a single file, since its package imports torch."""
+    directories = import_module("megatron").__path__
+    files = (Path(directory, "core", "num_microbatches_calculator.py") for directory in directories)
+    spec: Any = spec_from_file_location("moc_batch_calculators", next(file for file in files if file.is_file()))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def described(arguments: Namespace) -> dict[str, Any]:

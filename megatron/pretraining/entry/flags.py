@@ -367,7 +367,7 @@ def refused_by_megatron() -> Iterator[None]:
     """
     try:
         yield
-    except (AssertionError, ValueError, TypeError, OSError) as error:
+    except (AssertionError, LookupError, OSError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError) or not getattr(get_args(), OWN_PROGRAM, False):
             raise
         raise refusal_of(error) from error

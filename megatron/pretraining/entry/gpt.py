@@ -7,10 +7,8 @@ exchange them.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -24,16 +22,13 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.own_flags import DEFAULTS
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
-from megatron.pretraining.errors import reported
-
-_UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 
 def main() -> None:
@@ -57,30 +52,22 @@ def program_of(args: Any) -> StockProgram:
 
 def configured() -> Any:
     """Parses and validates Megatron-LM's arguments; ends the process with a message if they are invalid."""
-    args: Any = parse_and_validate_args(args_defaults=DEFAULTS)
-    with reported(os.path.basename(sys.argv[0])):
-        _refuse_other_data(args)
-    return args
+    return parse_and_validate_args(args_defaults=DEFAULTS)
 
 
-def _refuse_other_data(args: Any) -> None:
-    problems = Problems()
-    for name in _UNSUPPORTED:
-        problems.refuse(
-            getattr(args, name),
-            f"--{name.replace('_', '-')} needs Megatron-LM's pretrain_gpt.py. Fix: run that under mocrun",
-            code="data-kind-unsupported",
-        )
-    problems.raise_found()
+def forward_step(
+    batches: Any, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, functools.partial]:
+    """Computes one micro batch in one model chunk, as megatron-core's schedules call it.
 
-
-def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, functools.partial]:
-    """Computes one micro batch in one model chunk, as megatron-core's schedules call it."""
+    With ``--overlap-moe-expert-parallel-comm``, schedules compute the layers themselves, and call it for their plan.
+    """
     sample = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items() if torch.is_tensor(tensor)}
     group: Any = parallel_state.get_context_parallel_group()
     batch: dict[str, Any] = get_batch_on_this_cp_rank(sample, is_hybrid_cp=False, cp_group=group)
     mask = batch["loss_mask"]
-    output = model(
+    compute: Any = cast(Any, model).build_schedule_plan if return_schedule_plan else model
+    output = compute(
         batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask
     )
     return output, functools.partial(loss_function, mask)
@@ -122,6 +109,7 @@ def _built_datasets(counts: Sequence[int | None]) -> Any:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
     sizes = [count or 0 for count in counts]  # None is one of unlimited size
     drop_unread(config, sizes)

@@ -17,6 +17,9 @@ _AT_LEAST = {
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
         "make_vocab_size_divisible_by vocab_size moe_layer_freq moe_router_topk tensor_model_parallel_size "
         "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers "
+        "decoder_last_pipeline_num_layers max_position_embeddings padded_vocab_size moe_ffn_hidden_size "
+        "moe_router_num_groups moe_router_group_topk eval_global_batch_size eval_micro_batch_size "
         "micro_batch_size global_batch_size train_iters train_samples lr_decay_iters lr_decay_samples seed "
         "save_interval save_retain_interval eval_interval log_interval log_memory_interval tensorboard_log_interval "
         "check_weight_hash_across_dp_replicas_interval distributed_timeout_minutes"
@@ -34,6 +37,18 @@ _DATA = (
 )  # fmt: skip
 """Arguments that name data. This project's program needs one."""
 
+_CHECKPOINTS = "save", "load", "pretrained_checkpoint"
+"""Arguments that name a directory of checkpoints. An empty path would mean the current directory."""
+
+
+_DATA_OF_SCRIPTS = (
+    "sft", "fim_data", "dataloader_inter_document_masking", "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap", "per_dataset_sequences_path", "object_storage_cache_path",
+)  # fmt: skip
+"""Arguments of data that this project's program does not read, and Megatron-LM's ``pretrain_gpt.py`` does."""
+_OF_SCRIPTS = {"check_for_spiky_loss": "pretrain_gpt.py", "hybrid_layer_pattern": "pretrain_hybrid.py"}
+"""Further arguments that only a script of Megatron-LM reads, and the script."""
+
 
 def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
     """Sets a program's defaults of options that are not given, and the values that scripts turn features off by."""
@@ -44,6 +59,7 @@ def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
         arguments.save_interval = None  # it has no effect, and scripts turn saving off by 0
     if isinstance(arguments.eval_iters, int):
         arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
+    arguments.num_experts = arguments.num_experts or None  # 0 is a dense model
 
 
 def leave_out_kernels(arguments: Any, explicit: Collection[str], has_cuda: bool) -> None:
@@ -108,9 +124,9 @@ def check_formats(arguments: Any) -> None:
 
 
 def check_limits(arguments: Any) -> None:
-    """Raises ``ConfigError`` with all numbers that are too small, and for mock data next to others.
+    """Raises ``ConfigError`` with all numbers that are too small, paths that are empty, and mock data next to others.
 
-    Megatron-LM divides by some of them, in its checks or later in a worker.
+    Megatron-LM divides by some of the numbers, in its checks or later in a worker.
     """
     problems = Problems()
     for minimum, names in _AT_LEAST.items():
@@ -121,6 +137,12 @@ def check_limits(arguments: Any) -> None:
                 f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {minimum}",
                 code="value-out-of-range",
             )
+    for name in _CHECKPOINTS:
+        problems.refuse(
+            getattr(arguments, name, None) == "",
+            f"{dashed(name)} is empty, perhaps from a variable that is not set. Fix: give a path, or drop it",
+            code="value-missing",
+        )
     named = [name for name in _DATA if getattr(arguments, name, None)]
     problems.refuse(
         len(named) > 1 and "mock_data" in named,
@@ -132,8 +154,20 @@ def check_limits(arguments: Any) -> None:
 
 
 def check_run(arguments: Any) -> None:
-    """Raises ``ConfigError`` if this project's program has no data, or no number of iterations."""
+    """Raises ``ConfigError`` if this project's program has no data or iterations, or does not read an argument."""
     problems = Problems()
+    for name in _DATA_OF_SCRIPTS:
+        problems.refuse(
+            getattr(arguments, name),
+            f"{dashed(name)} needs Megatron-LM's pretrain_gpt.py. Fix: run that under mocrun",
+            code="data-kind-unsupported",
+        )
+    for name, script in _OF_SCRIPTS.items():
+        problems.refuse(
+            getattr(arguments, name),
+            f"{dashed(name)} needs Megatron-LM's {script}. Fix: run that under mocrun",
+            code="loop-argument-unsupported",
+        )
     problems.refuse(
         not any(getattr(arguments, name) for name in _DATA),
         "no data are given. Fix: add --data-path, --train-data-path or --mock-data",
@@ -219,7 +253,7 @@ def check_divisions(arguments: Any) -> None:
 def check_virtual_stages(arguments: Any) -> None:
     """Raises ``ConfigError`` if stages of equal size cannot be divided into the virtual stages."""
     problems, stages, layers = Problems(), arguments.pipeline_model_parallel_size, arguments.num_layers
-    explicit = [name for name in _VIRTUAL_STAGES if getattr(arguments, name)]
+    explicit = [name for name in _VIRTUAL_STAGES if getattr(arguments, name) is not None]
     if len(explicit) != 1 or any(getattr(arguments, name, None) for name in _FREE_LAYERS if name not in explicit):
         return
     problems.refuse_remainder("num_layers", layers, "pipeline_model_parallel_size", stages)
@@ -248,7 +282,7 @@ def check_contradictions(arguments: Any) -> None:
         ("bf16", "fp16"), ("train_iters", "train_samples"), ("train_iters", "lr_decay_samples"),
         ("train_samples", "lr_decay_iters"), ("train_iters", "lr_warmup_samples"),
         ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("data_path", "train_data_path"),
-        _VIRTUAL_STAGES,
+        ("global_batch_size", "step_batch_size_schedule"), _VIRTUAL_STAGES,
     ):  # fmt: skip
         problems.refuse(
             getattr(arguments, flag) and getattr(arguments, other_flag),
@@ -271,6 +305,12 @@ def check_contradictions(arguments: Any) -> None:
             f"{dashed(flag)} needs {dashed(other_flag)}. Fix: add it, or drop {dashed(flag)}",
             code="flag-needs-another",
         )
+    first, last = arguments.profile_step_start, arguments.profile_step_end
+    problems.refuse(
+        arguments.profile and last <= first,
+        f"--profile-step-end {last} is not after --profile-step-start {first}. Fix: change one of them",
+        code="flag-exceeds-another",
+    )
     needed = [name for name in _TOKENIZER_FILES.get(arguments.tokenizer_type, ()) if not getattr(arguments, name)]
     problems.refuse(
         needed,
@@ -291,6 +331,12 @@ def check_schedule(arguments: Any) -> None:
         f"--lr-warmup-{unit} {warmup} is not less than the {length} {unit} of --lr-decay-{unit}, which is "
         f"--train-{unit} by default. Fix: change one of them",
         code="flag-exceeds-another",
+    )
+    fraction = arguments.lr_warmup_fraction
+    problems.refuse(
+        fraction is not None and not 0 <= fraction < 1,
+        f"--lr-warmup-fraction is {fraction}. Fix: give a number that is at least 0, and less than 1",
+        code="value-out-of-range",
     )
     start = arguments.lr_warmup_init
     problems.refuse(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import MetricEntry, get_moe_metrics_tracker
@@ -20,6 +24,7 @@ from megatron.pretraining.engine.schedule import ForwardStep, MicroBatchHooks, S
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process.topology import Topology
+from moc.errors import with_code
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 
@@ -45,6 +50,32 @@ class StockTopology(Topology):
     def rounds(self) -> int:
         """Micro batches of each rank in the current iteration."""
         return get_num_microbatches()
+
+
+def problem_of_length(datasets: Sequence[Any]) -> str | None:
+    """Returns the problem of training data that end before the run, whose batches grow; None without one.
+
+    Megatron-LM requests samples for ``--train-iters`` batches of one micro batch for each data-parallel rank.
+
+    Args:
+        datasets: training data of each model chunk; None where another tensor-parallel rank sends the data.
+    """
+    args, lengths = get_args(), [len(dataset) for dataset in datasets if dataset is not None]
+    if args.step_batch_size_schedule is None or args.train_samples or args.dataloader_type == "cyclic" or not lengths:
+        return None
+    samples = 0
+    for _ in range(args.train_iters):
+        update_num_microbatches(samples, consistency_check=False)
+        samples += get_current_global_batch_size()
+    update_num_microbatches(0, consistency_check=False)
+    if samples <= min(lengths):
+        return None
+    problem = ConfigError(
+        f"the run reads {samples} samples in --train-iters {args.train_iters}, and {min(lengths)} are prepared, since "
+        f"Megatron-LM leaves --step-batch-size-schedule out of account. Fix: give --train-samples {samples} instead",
+        code="samples-too-few",
+    )
+    return with_code(problem)
 
 
 class Reports:
@@ -83,6 +114,11 @@ class Reports:
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Adds the report of a micro batch; returns the loss's sum and weight for the commit all-reduce."""
+        if not report:
+            raise ConfigError(
+                "the loss function reports no value. Fix: report the loss first, as a mean, or a sum and its weight",
+                code="loss-report-invalid",
+            )
         (self.loss_name, loss), *other_reports = report.items()
         for name, value in other_reports if self._is_reporting else ():
             pair = _sum_and_weight(value)
@@ -173,8 +209,8 @@ def reporting(forward_step: Callable[..., Any], reports: Reports) -> ForwardStep
         reports: receives them.
     """
 
-    def step(batches: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        output, loss_function = forward_step(batches, chunk)
+    def step(batches: Any, chunk: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        output, loss_function = forward_step(batches, chunk, **options)
 
         def loss(tensor: torch.Tensor, **options: Any) -> tuple[Any, ...]:
             result = loss_function(tensor, **options)

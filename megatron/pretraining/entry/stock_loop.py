@@ -59,6 +59,7 @@ REFUSED = {
     "distributed_timeout_seconds_after_init": Refusal("changes process groups, whose timeouts mocrun controls"),
     "adlr_autoresume": Refusal("resumes jobs by another system than mocrun"),
     "phase_transition_iterations": Refusal(_PHASES),
+    "multiple_validation_sets": Refusal("evaluates several validation sets, and a record has one validation loss"),
     "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
     "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
     "moe_expert_rank_capacity_factor": Refusal(
@@ -96,6 +97,11 @@ REFUSED = {
 OUTSIDE = {
     "enable_ft_package": Refusal(_RECOVERS),
     "inprocess_restart": Refusal(_RECOVERS),
+    "error_injection_rate": _FAULTS._replace(off=(None, 0)),
+    "rerun_mode": Refusal(
+        "compares iterations that are computed again within a step, which is off: a recovery repeats iterations",
+        (None, "disabled", "validate_results"),
+    ),
     "rampup_batch_size": Refusal("has no effect in megatron-core 0.19, whose option is --step-batch-size-schedule"),
 }
 """Refused arguments that Megatron-LM's loop does not read."""

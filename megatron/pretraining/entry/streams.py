@@ -46,7 +46,7 @@ from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import identity
 from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source, TokenIdLimit
 from megatron.pretraining.entry import command_line
-from megatron.pretraining.entry.flags import refused_by_megatron
+from megatron.pretraining.entry.schedule import problem_of_length
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.logging.startup import DataSizes
 from megatron.pretraining.model.corrections import PaddedVocabulary
@@ -368,7 +368,7 @@ def build_split_datasets(
 
     Raises:
         ConfigError: a dataset cannot be read from any position.
-        DataError: on all workers: data files of one are damaged, or unsuitable for this run.
+        DataError: on all workers: data files are damaged or unsuitable for this run, or too short for it.
     """
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
     distributed = getattr(provider, "is_distributed", False)
@@ -393,14 +393,17 @@ def build_split_datasets(
     datasets_by_split: dict[str, tuple[Any, ...]] = dict(zip(SPLITS, zip(*by_stage, strict=True), strict=True))
     for split, datasets in datasets_by_split.items():
         _check_readable(split, datasets)
+    if problem := first_reported(problem_of_length(datasets_by_split["train"])):
+        raise DataError(problem)
     return datasets_by_split
 
 
 def _problem_of_files(accepts_changes: bool, warn: Callable[[str], None]) -> str | None:
     """Checks the pairs of files that Megatron-LM's flags name; datasets of other kinds and places are left out."""
-    args = get_args()
-    with refused_by_megatron():
-        blend, by_split = get_blend_and_blend_per_split(args)
+    try:
+        blend, by_split = get_blend_and_blend_per_split(get_args())
+    except (AssertionError, LookupError, OSError, TypeError, ValueError):
+        return None  # the provider of datasets reads the same flags next, perhaps in another way
     blends = filter(None, [blend, *(by_split or ())])
     prefixes = filter(
         identity.is_local_pair, dict.fromkeys(prefix for prefixes_of_blend, _ in blends for prefix in prefixes_of_blend)

@@ -97,7 +97,7 @@ def refuse_early(
         lines = dict.fromkeys(f"{name}: error: {with_code(problem)}" for problem in problems.found)
         print_lines(*lines, error=True, flush=True)
         sys.exit(2)
-    own = converted(read.own)
+    own = converted(read.own, problems)
     snapshots = snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
     return RunDirectories(snapshots, own.get("log_dir"))
 
@@ -137,11 +137,8 @@ def early_problems(
     if not read.concealed:
         problems.check(check_formats, values)
         problems.check(check_kernels, values, has_cuda)
-    own = dict[str, Any]()
-    problems.check(lambda: own.update(converted(read.own)))
-    groups = dict[str, Any]()
-    for name in OWN_GROUPS if own or not read.own else ():
-        problems.check(lambda name=name: groups.update({name: group_of(group_classes()[name], own)}))
+    own = converted(read.own, problems)
+    groups = {name: group_of(group_classes()[name], own, problems) for name in OWN_GROUPS}
     is_own = defaults.get(OWN_PROGRAM, False)
     if problems.found:  # otherwise Megatron-LM completes the arguments first
         problems.check(refuse_arguments, values)
@@ -149,11 +146,12 @@ def early_problems(
         problems.check(check_run, values)
     if has_sizes and not values.use_checkpoint_args:
         config = _check_together(values, read, None if read.concealed else workers, problems)
-        if config and not (has_cuda or problems.found):
+        if not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
     problems.found = [*read.problems, *_without_concealed(problems.found[len(read.problems) :], read.concealed)]
     if workers and not problems.found:
-        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.max_nodes)
+        snapshot: Any = groups["snapshot"]
+        problems.check(check_paths, values, snapshot, own.get("log_dir"), is_own, workers.max_nodes)
     return problems
 
 
@@ -163,18 +161,15 @@ def _without_concealed(problems: Sequence[ConfigError], concealed: Collection[st
     return [problem for problem in problems if not names or not re.search(rf"({names})(?![\w-])", str(problem))]
 
 
-def _check_together(
-    values: Any, read: CommandLine, workers: Workers | None, problems: Problems
-) -> MegatronConfig | None:
-    """Adds the problems of combinations; returns the configuration, unless only Megatron-LM can determine it."""
+def _check_together(values: Any, read: CommandLine, workers: Workers | None, problems: Problems) -> MegatronConfig:
+    """Adds the problems of combinations, and returns the configuration."""
     if read.own.get("elastic"):
         complete_elastic(values, read.named)
     size = workers.max_nodes * workers.per_node if workers else 1
     has_batch = not workers or problems.check(complete_batch, values, read.given, size)
     config = check_parsed(values, read.own, problems)
-    if config is None or values.step_batch_size_schedule or not has_batch:
-        return None
-    if workers and not any(problem.code == "elastic-excludes-flag" for problem in problems.found):
+    excludes_elastic = any(problem.code == "elastic-excludes-flag" for problem in problems.found)
+    if workers and has_batch and values.micro_batch_size and not excludes_elastic:
         problems.check(check_job, config, workers)
     return config
 

@@ -10,9 +10,11 @@ from importlib import import_module
 from typing import Any
 
 from megatron.pretraining.presets import PRESETS
-from moc.cli_output import ToolError, refused
+from moc.cli_output import ToolError, number, refused
 from moc.state.operators import Operator
 
+COUNT, RATE = number(int, 1, 2**31 - 1), number(float, 1e-9, 1e9)
+"""Argument types: a positive integer, and a positive rate."""
 _RUN = "--micro-batch-size 1 --sequence-parallel --tokenizer-type NullTokenizer --vocab-size 1".split()
 """Options that Megatron-LM requires and that do not affect the operators; the command line overrides them."""
 

@@ -182,7 +182,9 @@ def figures(
                 f"{requesting_flag} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
                 code="flag-needs-another",
             )
-    nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
+    nodes = args.nodes
+    if nodes is None:
+        nodes = cluster.nodes if cluster else max(1, layout.world // 8)
     if not 0 < nodes <= layout.world:
         raise ToolError(
             f"--nodes is {nodes}. Fix: give a number from 1 to {layout.world}, the ranks", code="value-out-of-range"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pretraining.planning.model import config_of, meta_operators, report_problems
+from megatron.pretraining.planning.model import COUNT, RATE, config_of, meta_operators, report_problems
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, check_output, escapes_output, number, print_lines
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _model_flags(group) -> None:
     group.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")
+    group.add_argument("--vocab-size", type=COUNT, metavar="N", help="tokens before padding; by default the model's")
     group.add_argument(
         "--cluster", default="a100-80gb:96", metavar="NAME[:GPUS]", help=f"a preset (a100-80gb:96): {EXPLAINED}"
     )
@@ -105,14 +105,14 @@ def _model_flags(group) -> None:
         "--global-batch-size",
         "--global-batch",
         dest="global_batch",
-        type=int,
+        type=COUNT,
         default=512,
         metavar="N",
         help="sequences (default: 512)",
     )
     group.add_argument(
         "--micro-batch",
-        type=int,
+        type=COUNT,
         metavar="N",
         help=f"sequences that TP x EP ranks share (default: --micro-batch-size times EP, or {_MICRO_BATCH})",
     )
@@ -128,7 +128,7 @@ def _model_flags(group) -> None:
         help="how policies recover: as in the papers (default), or as in this program, with --profile's recoveries",
     )
     for name, (_, text) in _RATES.items():
-        group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
+        group.add_argument(f"--{name}-gbs", type=RATE, metavar="X", help=f"GB/s {text}")
     group.add_argument(
         "--snapshot-overhead",
         type=float,
@@ -144,7 +144,7 @@ def _model_flags(group) -> None:
 def _fault_flags(group) -> None:
     group.add_argument("--mtbf", type=duration, metavar="TIME", help="from one failure of the job to the next (1h)")
     group.add_argument("--evenly", action="store_true", help="one failure in each MTBF, instead of a Poisson process")
-    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes together")
+    group.add_argument("--together", type=COUNT, default=1, metavar="N", help="nodes that a failure takes together")
     group.add_argument("--trace", metavar="FILE", help="of spot instances, in Bamboo's formats, instead of --mtbf")
     group.add_argument(
         "--trace-nodes",
@@ -165,9 +165,11 @@ def _policy_flags(group) -> None:
         metavar="LIST",
         help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} continues with fewer nodes",
     )
-    group.add_argument("--interval", type=int, metavar="N", help="iterations between checkpoints; by default the best")
-    group.add_argument("--window", type=int, metavar="W", help="sparse: by default the shortest that hides")
-    group.add_argument("--pec-k", type=int, metavar="K", help="experts of each layer; by default one in eight")
+    group.add_argument(
+        "--interval", type=COUNT, metavar="N", help="iterations between checkpoints; by default the best"
+    )
+    group.add_argument("--window", type=COUNT, metavar="W", help="sparse: by default the shortest that hides")
+    group.add_argument("--pec-k", type=COUNT, metavar="K", help="experts of each layer; by default one in eight")
     group.add_argument("--pec-fixed-k", action="store_true", help="K stays as it is, whatever failures cost")
     group.add_argument("--replicas", type=int, default=2, metavar="R", help="copies in peers' memory (default: 2)")
     group.add_argument("--exact-only", action="store_true", help="auto: nothing may be lost")
@@ -179,7 +181,7 @@ def _policy_flags(group) -> None:
 
 
 def _member_flags(group) -> None:
-    group.add_argument("--min-nodes", type=int, metavar="N", help="MIN of mocrun's --nnodes MIN:MAX; by default half")
+    group.add_argument("--min-nodes", type=COUNT, metavar="N", help="MIN of mocrun's --nnodes MIN:MAX; by default half")
     group.add_argument(
         "--grow-wait",
         type=duration,
@@ -189,13 +191,13 @@ def _member_flags(group) -> None:
     )
     group.add_argument(
         "--elastic-slots",
-        type=int,
+        type=COUNT,
         metavar="C",
         help="experts of a layer that a rank can hold; by default enough for all replicas on --min-nodes",
     )
     group.add_argument(
         "--elastic-min-replicas",
-        type=int,
+        type=COUNT,
         default=2,
         metavar="F",
         help="of each expert, on different nodes (default: 2)",
@@ -205,7 +207,7 @@ def _member_flags(group) -> None:
     )
     group.add_argument(
         "--elastic-domain",
-        type=int,
+        type=COUNT,
         default=MAX_DOMAIN_RANKS,
         metavar="N",
         help=f"maximum number of ranks of a stage that dispatch tokens to one another (default: {MAX_DOMAIN_RANKS})",

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
-from megatron.pretraining.planning.model import config_of, meta_operators, report_problems
+from megatron.pretraining.planning.model import COUNT, config_of, meta_operators, report_problems
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import candidate_expert_counts, sequential_experts
@@ -61,9 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")
+    parser.add_argument("--vocab-size", type=COUNT, metavar="N", help="tokens before padding; by default the model's")
     parser.add_argument("--case", type=int, choices=CASES, help="GPT-350M-16E in this case of MoC's Table 2")
-    parser.add_argument("--world", type=int, metavar="N", help="workers (by default the fewest that fit)")
+    parser.add_argument("--world", type=COUNT, metavar="N", help="workers (by default the fewest that fit)")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages")
     parser.add_argument("--ep", type=int, metavar="N", help="expert parallelism")
@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
             f"--checkpoint is {args.checkpoint}. Fix: give a number that is at least 0", code="value-out-of-range"
         )
     if args.case:
-        if args.world or args.ep:
+        if (args.world, args.ep) != (None, None):
             raise ToolError(
                 "--case states the number of workers. Fix: drop --world and --ep", code="flags-exclude-each-other"
             )

@@ -177,6 +177,7 @@ def _redirect_torch_cuda() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
     tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    tensor.record_stream = _returning()
     tensor.type = _cuda_named_type(tensor.type)
 
 

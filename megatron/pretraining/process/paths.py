@@ -6,6 +6,8 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import tempfile
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
 from moc.background import within
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 3.0  # seconds to check a directory; a slower one is not refused
 _BLOCK = 1 << 16  # bytes written to check for free space
-_FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
+_LISTS = ("data_args_path", "per_split_data_args_path")
+_FILES = ("tokenizer_model", "vocab_file", "merge_file", *_LISTS)
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _OUTPUTS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
 _FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
@@ -79,17 +83,45 @@ def _input_problems(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool)
     if uses_memory and not os.path.isdir(snapshot.ckpt_memory_dir):
         yield "--ckpt-memory-dir", snapshot.ckpt_memory_dir, "there is no such directory"
     for name in _PREFIXES if reads_tokens and not arguments.mock_data else ():
-        blend = getattr(arguments, name) or ()
-        if len(blend) % 2 and any(map(_is_number, blend)):
-            yield _flag(name), " ".join(blend), "a weight or a prefix is missing"
-            continue
-        for prefix in filter(_is_local, _prefixes(blend)):
-            missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
-            ending = os.path.splitext(prefix)[1]
-            if missing and ending in (".bin", ".idx") and os.path.isfile(prefix):
-                yield _flag(name), prefix, f"the prefix of two files has no {ending}"
-            elif missing:
-                yield _flag(name), prefix, f"there is no file {' and no '.join(missing)}"
+        yield from _problems_of_blend(_flag(name), getattr(arguments, name) or ())
+    for name in _LISTS if reads_tokens and not arguments.mock_data else ():
+        path = getattr(arguments, name)
+        if path and _is_local(path) and os.path.isfile(path):
+            yield from _problems_of_list(_flag(name), path, name == "per_split_data_args_path")
+
+
+def _problems_of_blend(flag: str, blend: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    if len(blend) % 2 and any(map(_is_number, blend)):
+        yield flag, " ".join(blend), "a weight or a prefix is missing"
+        return
+    prefixes = _prefixes(blend)
+    for weight in blend[::2] if len(prefixes) < len(blend) else ():
+        if not 0 < float(weight) < math.inf:
+            yield flag, " ".join(blend), f"the weight {weight} is no positive number"
+    for prefix in filter(_is_local, prefixes):
+        missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
+        ending = os.path.splitext(prefix)[1]
+        if missing and ending in (".bin", ".idx") and os.path.isfile(prefix):
+            yield flag, prefix, f"the prefix of two files has no {ending}"
+        elif missing:
+            yield flag, prefix, f"there is no file {' and no '.join(missing)}"
+
+
+def _problems_of_list(flag: str, path: str, is_by_split: bool) -> Iterator[tuple[str, str, str]]:
+    """Yields the problems of a file with a blend, or of a JSON file with the blends of the splits."""
+    try:
+        with open(open_user_file(path, MAX_MANIFEST_BYTES), encoding="utf-8") as file:
+            text = file.read()
+        contents = [json.loads(text)[split] for split in ("train", "valid", "test")] if is_by_split else [text]
+        blends = [each.split() if isinstance(each, str) else [*map(str, each)] for each in contents if each is not None]
+    except OSError as error:
+        yield flag, path, f"it cannot be read ({error.strerror})"
+    except (LookupError, TypeError, ValueError):
+        wanted = "JSON with the words of train, valid and test" if is_by_split else "text"
+        yield flag, path, f"it is no {wanted}"
+    else:
+        for blend in blends:
+            yield from _problems_of_blend(flag, blend) if blend else [(flag, path, "a blend in it has no word")]
 
 
 def _prefixes(blend: Sequence[str]) -> Sequence[str]:

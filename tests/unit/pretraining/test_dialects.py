@@ -179,7 +179,7 @@ def test_translations_are_options_of_this_release(name, known):
         assert {word for word in outcome.words if word.startswith("--")} <= known
 
 
-@each_row(("start", "step", "samples", "last"), [(4, 2, 10, 8), (2, 3, 100, 11), (8, 8, 33, 64)])
+@each_row(("start", "step", "samples", "last"), [(4, 2, 10, 8), (2, 3, 100, 11), (8, 8, 33, 64), (2, 1, 2, 12)])
 def test_batch_ramp_up_is_preserved(start, step, samples, last, known):
     words = f"--rampup-batch-size {start} {step} {samples} --global-batch-size {last} --seq-length 16".split()
     schedule = values(translated(words, known).words)["--step-batch-size-schedule"]

@@ -19,7 +19,7 @@ SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-t
 NOT_WHOLE = "with a model that does not fill complete nodes"
 REFUSED = [
     ("--elastic-slots 4", "flag-has-no-effect --elastic-slots --elastic"),
-    ("--elastic", "flag-needs-another --elastic --elastic-slots"),
+    ("--elastic", "flag-needs-another elastic-needs-flag elastic-needs-flag --elastic --elastic-slots"),
     ("--elastic-domain 8", "flag-has-no-effect --elastic-domain --elastic"),
     (ELASTIC.replace("--calculate-per-token-loss", ""), "elastic-needs-flag --elastic --calculate-per-token-loss"),
     (f"{ELASTIC} --elastic-everywhere 5", "flag-exceeds-another --elastic-everywhere --elastic-slots"),

@@ -55,3 +55,5 @@ def test_dotted_words_become_nested_keys():
     words = ["--lr", "1", "model.optim.lr=1e-3", "+trainer.max_steps=7", "trainer.x=[", "trainer.x.y=1", "a=b"]
     assert content_of(words[:5]) == {"model": {"optim": {"lr": "1e-3"}}, "trainer": {"max_steps": 7, "x": "["}}
     assert content_of(words) == {}
+    for text in ("2001-13-45", "[" * 3000):  # no date, and nested too deeply
+        assert content_of([f"model.x={text}"]) == {"model": {"x": text}}

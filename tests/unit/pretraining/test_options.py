@@ -102,7 +102,15 @@ def test_option_named_by_script_accepts_any_value(kept):
     [
         ("", []),
         ("--hidden-size ten --optimizer lamb", ["value-unreadable", "value-not-a-choice"]),
-        ("--num-layers 0 --ckpt-policy foo --pec-k-persist 0", ["value-out-of-range", "value-not-a-choice"]),
+        (
+            "--num-layers 0 --ckpt-policy foo --pec-k-persist 0",
+            ["value-out-of-range", "value-not-a-choice", "value-out-of-range"],
+        ),
+        (
+            "--step-batch-size-schedule bad --ckpt-policy foo --ckpt-dir d --persist-interval 4 --seed 2 "
+            "--deterministic-mode --allow-nondeterministic",
+            ["value-not-a-choice", "tier-lacks-flag", "value-unreadable", "flags-exclude-each-other"],
+        ),
         ("--ckpt-keep 0 --log-straggler", ["value-out-of-range", "loop-argument-unsupported"]),
         ("--vocab-file /no/such --save /proc/no", ["input-missing", "output-not-writable"]),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such", ["input-missing"]),

@@ -81,11 +81,40 @@ def test_each_prefix_of_blend_is_checked(flag, tmp_path, problems_of):
         (tmp_path / name).touch()
     base = BASE.replace("--mock-data", f"{flag} 0.5 {tmp_path}/a 0.5 {tmp_path}/b")
     assert problems_of("", base) == [("input-missing", flag)]
-    for wrong in (f"0.5 {tmp_path}/a 0.5", f"{tmp_path}/a.bin"):
+    wrong_weights = (f"{weight} {tmp_path}/a 1 {tmp_path}/a" for weight in ("0", "nan", "-1"))
+    for wrong in (f"0.5 {tmp_path}/a 0.5", f"{tmp_path}/a.bin", *wrong_weights):
         assert problems_of("", BASE.replace("--mock-data", f"{flag} {wrong}")) == [("input-missing", flag)]
     assert not problems_of("", base, reads_tokens=False)
     (tmp_path / "b.bin").touch()
     assert not problems_of("", base)
+
+
+WORDS, SPLITS = "--data-args-path", "--per-split-data-args-path"
+
+
+@each_row(
+    ("flag", "content", "is_refused"),
+    [
+        (WORDS, "1 {0}/a 2 {0}/a", False),
+        (WORDS, "1 {0}/a 2 {0}/b", True),
+        (WORDS, "0 {0}/a 2 {0}/a", True),
+        (WORDS, "", True),
+        (WORDS, "\udc80", True),
+        (SPLITS, '{{"train": "{0}/a", "valid": [1, "{0}/a"], "test": null}}', False),
+        (SPLITS, '{{"train": "{0}/a", "valid": "{0}/a", "test": ["{0}/b"]}}', True),
+        (SPLITS, '{{"train": "{0}/a", "valid": "{0}/a"}}', True),
+        (SPLITS, '{{"train": 1, "valid": 1, "test": 1}}', True),
+        (SPLITS, "[]", True),
+        (SPLITS, "{0}/a", True),
+    ],
+)
+def test_files_with_blends_are_read_before_start(flag, content, is_refused, tmp_path, problems_of):
+    for name in ("a.idx", "a.bin"):
+        (tmp_path / name).touch()
+    (tmp_path / "list").write_bytes(content.format(tmp_path).encode("utf-8", "surrogateescape"))
+    base = BASE.replace("--mock-data", f"{flag} {tmp_path}/list")
+    assert problems_of("", base) == [("input-missing", flag)] * is_refused
+    assert not problems_of("", base, reads_tokens=False)
 
 
 @each_row("flag", [*FLAGS, "--ckpt-policy full --ckpt-dir"])

@@ -4,7 +4,9 @@ from argparse import Namespace
 
 import pytest
 
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.duties import duties_after
+from megatron.pretraining.entry.limits import check_run
 from megatron.pretraining.process.stopping import StopRequests
 from tests.cases import each_row
 from tests.errors import only_code
@@ -15,6 +17,11 @@ SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 REFUSED = [
     ("--lr-warmup-iters 10", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters --train-iters"),
     ("--lr-warmup-iters 9 --lr-decay-iters 9", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters"),
+    (
+        "--profile --use-pytorch-profiler --profile-step-start 20",
+        "flag-exceeds-another --profile-step-start --profile-step-end",
+    ),
+    ("--lr-warmup-fraction 1", "value-out-of-range --lr-warmup-fraction"),
     ("--lr-warmup-init 1", "flag-exceeds-another --lr-warmup-init --lr"),
     ("--data-path /nonexistent", "flags-exclude-each-other --mock-data --data-path"),
     ("--moe-layer-freq x", "value-unreadable --moe-layer-freq"),
@@ -130,6 +137,16 @@ REFUSED = [
         "--ckpt-policy full --save x --ckpt-tier memory --snapshot-interval 3 --persist-interval 4",
         "flag-not-a-multiple --persist-interval --snapshot-interval",
     ),
+    (
+        "--ckpt-policy some --ckpt-dir x --ckpt-tier peer --replicas 0",
+        "value-not-a-choice value-not-a-choice value-out-of-range --ckpt-policy --ckpt-tier --replicas",
+    ),
+    (
+        "--step-batch-size-schedule 0:2 --global-batch-size 2",
+        "flags-exclude-each-other --step-batch-size-schedule --global-batch-size",
+    ),
+    ("--save '' --load ''", "value-missing value-missing --save --load"),
+    ("--ckpt-policy full --save x --ckpt-dir ''", "value-unreadable --ckpt-dir"),
     ("--hiden-size 64", "flag-unknown --hiden-size --hidden-size"),
     ("--micro 3", "flag-unknown --micro"),
     ("word", "value-without-flag"),
@@ -141,7 +158,9 @@ OUT_OF_RANGE = """
     --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
     --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
     --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
-    --expert-model-parallel-size 0, --vocab-size 0, --moe-router-topk 0, --moe-layer-freq 0
+    --expert-model-parallel-size 0, --vocab-size 0, --moe-router-topk 0, --moe-layer-freq 0,
+    --num-layers-per-virtual-pipeline-stage 0, --num-virtual-stages-per-pipeline-rank 0, --max-position-embeddings 0,
+    --padded-vocab-size 0, --moe-router-num-groups 0
     """.split(",")
 
 
@@ -215,6 +234,16 @@ def test_save_interval_defaults_to_retain_interval(flags, interval):
 @each_row("flags, expected", REFUSED)
 def test_invalid_options_are_refused_by_code(flags, expected):
     assert_refused(refusal(flags), expected)
+
+
+def test_arguments_that_only_scripts_read_are_refused():
+    arguments = parse().arguments
+    arguments.per_dataset_sequences_path, arguments.check_for_spiky_loss = "sequences.json", True
+    arguments.hybrid_layer_pattern = "M*M*"
+    with pytest.raises(ConfigError) as found:
+        check_run(arguments)
+    codes = [problem.code for problem in found.value.problems]
+    assert codes == ["data-kind-unsupported", *["loop-argument-unsupported"] * 2]
 
 
 def test_faults_are_read_from_words_and_semicolons():

@@ -52,7 +52,7 @@ SAVED_ELSEWHERE = re.compile(  # compared with the model, the schedule, the layo
 )
 UNUSED = re.compile(  # they begin a model, name files, place work, report, or belong to programs other than this loop
     "help|init_|embedding_init|perform_init|use_cpu_init|data_parallel_random|data_|per_|valid|test_|multiple_val|"
-    "full_val|phase_|mmap|num_workers|num_dataset|object_storage|mid_level|dataloader_(fast|defer)|allow_ambiguous|"
+    "full_val|phase_|mmap|num_workers|num_dataset|object_storage|mid_level|dataloader_(fast|defer)|"
     "metadata_path|trust_remote|chat_template|fim_(prefix|middle|suffix|pad|eod)|sft_tok|save|load|no_load|no_save|"
     "ckpt|dist_ckpt|async|non_persistent|override_ckpt|exit|skip_train|eval|start_eval|finetune|pretrained|use_dist|"
     "use_mp|use_tok|use_persistent|auto_detect|strict_|verify_|stream_|replication|distrib|log|timing|tensorboard|"
@@ -94,6 +94,12 @@ def test_any_two_flags_that_differ_are_named():
     for pair in zip(names[::2], names[1::2], strict=True):
         said = differing(*pair)
         assert all(f"{dashed(name)} is" in said for name in pair), said
+
+
+def test_schedule_is_compared_without_number_of_workers():
+    words = f"{BASE} --step-batch-size-schedule 0:4,1K:8"
+    stored, current = (contents.repeated(parse(words, workers=workers)) for workers in (1, 2))
+    assert stored == current and stored["step_batch_size_schedule"] == "0:4,1K:8"
 
 
 def test_each_option_is_compared_or_known_not_to_change_a_replay():

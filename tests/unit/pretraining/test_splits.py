@@ -1,6 +1,9 @@
 """What a split has is known, and said, before megatron-core looks for samples in it."""
 
+import ast
+import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -161,3 +164,21 @@ def test_mock_data_is_never_empty(splits):
     assert refusal(splits, config) is None
     train, *_ = splits.splits_of(config, SAMPLES)
     assert train.sources[0].documents == 33333 and train.sources[0].tokens > 33333
+
+
+def test_each_setting_of_datasets_is_passed_or_refused():
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    import megatron.pretraining.entry
+
+    (source,) = megatron.pretraining.entry.__path__
+    calls = (node for node in ast.walk(ast.parse(Path(source, "gpt.py").read_text())) if isinstance(node, ast.Call))
+    passed = next(call.keywords for call in calls if getattr(call.func, "id", "") == "GPTDatasetConfig")
+    fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    of_refused_options = """
+        multiple_validation_sets full_validation object_storage_cache_path fast_cache_load defer_npy_index_mmap
+        sequences_per_dataset inter_document_masking hybrid_context_parallel data_parallel_size sequence_parallel_size
+        context_parallel_size
+    """.split()
+    without_option = ["drop_last_partial_validation_sequence", "add_extra_token_to_sequence"]
+    assert fields - {keyword.arg for keyword in passed} == {*of_refused_options, *without_option}

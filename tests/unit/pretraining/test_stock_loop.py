@@ -53,7 +53,7 @@ PORTED = {
 
 BY_STOCK = frozenset(
     """
-    eval_iters log_interval log_throughput log_validation_ppl_to_tensorboard multiple_validation_sets
+    eval_iters log_interval log_throughput log_validation_ppl_to_tensorboard
     validation_set_names sft global_batch_size step_batch_size_schedule data_parallel_size world_size rank
     tensor_model_parallel_size context_parallel_size train_samples tensorboard_dir num_experts
     use_distributed_optimizer use_layer_wise_distributed_optimizer do_test do_train do_valid barrier_with_L1_time
@@ -140,6 +140,9 @@ def test_all_refusals_are_in_one_message():
         dict(fault_injector_num_ranks=1),
         dict(enable_ft_package=True),
         dict(inprocess_restart=True),
+        dict(multiple_validation_sets=True),
+        dict(error_injection_rate=2),
+        dict(rerun_mode="report_stats"),
     ],
 )
 def test_ignored_flags_and_random_weights_are_refused(arguments):

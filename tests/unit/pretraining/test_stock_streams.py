@@ -10,11 +10,15 @@ from types import SimpleNamespace
 import torch
 
 from megatron.pretraining.process import cpu
+from moc.errors import codes_in
 from moc.runtime import child_processes
 
 cpu.install()
 
-from megatron.pretraining.entry import streams  # noqa: E402
+from megatron.core import num_microbatches_calculator as calculators  # noqa: E402
+
+from megatron.pretraining.entry import schedule, streams  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 
 def test_split_without_datasets_has_no_data(monkeypatch):
@@ -85,3 +89,31 @@ def test_readers_end_with_their_worker(monkeypatch, tmp_path):
     worker.join()
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
+
+
+def test_forward_step_receives_options_of_schedule():
+    """With --overlap-moe-expert-parallel-comm, schedules ask for a plan of the layers."""
+    step = schedule.reporting(lambda batches, chunk, return_schedule_plan=False: (return_schedule_plan, None), None)
+    one = object.__new__(schedule.StockSchedule)
+    one._forward_step, one._hooks = step, SimpleNamespace(run_micro_batch=lambda compute: compute())
+    assert one._one_micro_batch(None, None, return_schedule_plan=True)[0] and not one._one_micro_batch(None, None)[0]
+
+
+def test_loss_function_must_report_a_value():
+    with raises("loss-report-invalid"):
+        schedule.Reports.add(object.__new__(schedule.Reports), {})
+
+
+def test_data_for_growing_batches_must_last(monkeypatch):
+    args = SimpleNamespace(
+        step_batch_size_schedule="0:4,4:8", train_iters=3, train_samples=None, dataloader_type="single"
+    )
+    monkeypatch.setattr(schedule, "get_args", lambda: args)
+    calculators.unset_num_microbatches_calculator()
+    calculators.init_num_microbatches_calculator(0, None, None, 1, 1, False, args.step_batch_size_schedule)
+    try:
+        assert codes_in(schedule.problem_of_length([range(19)])) == ["samples-too-few"]  # of 4 + 8 + 8
+        assert schedule.problem_of_length([range(20)]) is None and schedule.problem_of_length([None]) is None
+        assert calculators.get_current_global_batch_size() == 4
+    finally:
+        calculators.unset_num_microbatches_calculator()

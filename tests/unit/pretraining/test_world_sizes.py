@@ -8,6 +8,7 @@ from megatron.pretraining.config import (
     global_batch_size,
     num_microbatches,
     train_iterations,
+    train_samples,
 )
 from megatron.pretraining.entry.offline import config_of_words
 from tests.cases import each_row
@@ -87,6 +88,13 @@ def test_each_scheduled_batch_is_checked_at_start():
     assert config_of_words([*words, "0:6,1K:12"], 6).scheduled_batch_sizes == (6, 12)
     with raises("batch-not-divisible", "--step-batch-size-schedule"):
         config_of_words([*words, "0:6,1K:8"], 6)
+
+
+def test_samples_of_schedule_do_not_depend_on_workers():
+    base = BASE.replace("--train-iters", "--train-samples")
+    words = f"{base} --micro-batch-size 1 --step-batch-size-schedule 0:6,1K:12".split()
+    config = config_of_words(words, 6)
+    assert train_samples(config, 6) == train_samples(config, 3) == config.training.train_samples
 
 
 @each_row("schedule", ["6", "0:x", "0:inf", "640:6", "0:6,0:12", "0:0"])

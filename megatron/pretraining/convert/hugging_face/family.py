@@ -88,10 +88,11 @@ _OF_NO_FAMILY = {
         rotary_seq_len_interpolation_factor hybrid_layer_pattern apply_layernorm_1p layernorm_zero_centered_gamma
         openai_gelu quick_geglu activation_func_clamp_value experimental_attention_variant linear_attention_freq
         heterogeneous_layers_config_path attention_output_gate apply_residual_connection_post_layernorm
-        moe_apply_probs_on_input use_mup
+        moe_apply_probs_on_input use_mup moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size
         """.split()
     ),
     "softmax_type": "vanilla",
+    "glu_linear_offset": 0,
 }
 """Required values of options that no family supports otherwise; None means not given."""
 
@@ -198,10 +199,11 @@ def check_options(name: str, model: Described, fixed: dict[str, Any]) -> None:
         value = getattr(model, option)
         _refuse(value != expected, f"{name} cannot express {_describe_option(option, value, expected)}")
     balancing = model.moe_router_load_balancing_type
-    _refuse(
-        "sinkhorn" in ((balancing,) if isinstance(balancing, str) else balancing),
-        f"{name} cannot express --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
-    )
+    for kind in (balancing,) if isinstance(balancing, str) else balancing:
+        _refuse(
+            kind in ("sinkhorn", "quantile_balancing"),
+            f"{name} cannot express --moe-router-load-balancing-type {kind}, which chooses experts in another way",
+        )
 
 
 def check_all_layers_have_experts(name: str, model: Described) -> None:

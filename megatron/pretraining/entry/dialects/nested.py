@@ -104,7 +104,7 @@ def content_of(words: Sequence[str]) -> dict[str, Any]:
                 return {}
         try:
             inner[last] = yaml.safe_load(match[2])
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             inner[last] = match[2]
     return content
 

@@ -50,7 +50,7 @@ def _ramp(line: Line, values: Sequence[str]) -> OptionOutcome:
         )
     # a step is made with the first iteration whose samples before it reach the threshold
     sizes = [(math.ceil(number * samples / steps) * length, start + number * step) for number in range(steps + 1)]
-    schedule = ",".join(f"{tokens}:{size}" for tokens, size in sizes)
+    schedule = ",".join(f"{tokens}:{size}" for tokens, size in dict(sizes).items())  # the last size of a threshold
     return OptionOutcome(("--step-batch-size-schedule", schedule), "thresholds in tokens")
 
 

@@ -180,6 +180,12 @@ ANY = {  # flags that no family can say: what the sentence names
         dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
         "--moe-router-load-balancing-type sinkhorn",
     ),
+    "quantiles": (
+        dict(moe_router_load_balancing_type=["aux_loss", "quantile_balancing"], moe_aux_loss_coeff=[0.0, 0.0]),
+        "--moe-router-load-balancing-type quantile_balancing",
+    ),
+    "shifted": (dict(glu_linear_offset=1.0), "--glu-linear-offset 1.0"),
+    "interleaved": (dict(moe_mlp_glu_interleave_size=2), "--moe-mlp-glu-interleave-size 2"),
     "no experts": (
         dict(num_experts=None, moe_ffn_hidden_size=None, moe_router_topk=2, moe_aux_loss_coeff=0.0),
         "--num-experts",

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 from megatron.pretraining.process import cpu
 from tests.errors import raises
@@ -12,6 +13,8 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402
 
+from megatron.pretraining.convert.contents import Facts  # noqa: E402
+from megatron.pretraining.convert.dense import write_dense  # noqa: E402
 from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
 from megatron.pretraining.convert.torch_dist import (  # noqa: E402
     StockPosition,
@@ -128,3 +131,11 @@ def test_missing_or_different_tensor_is_refused(name, stacked):
         stock_positions({n: shape for n, shape in WHOLE.items() if n != name}, stacked)
     with raises("checkpoint-incomplete"):
         stock_positions(WHOLE | {name: (5, 4)}, stacked)
+
+
+@each_row("option", [dict(mtp_num_layers=1), dict(hybrid_layer_pattern="M*")])
+def test_model_with_renamed_layers_is_refused(option, tmp_path):
+    contents = SimpleNamespace(facts=Facts(1, "full", {}, {"model": option}, 1))
+    with raises("target-unsupported", "--save"):
+        write_dense(contents, tmp_path, 1, None, 1, int)
+    assert not [*tmp_path.iterdir()]

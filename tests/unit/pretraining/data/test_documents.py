@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import tracemalloc
 
 import pytest
@@ -164,6 +165,31 @@ def test_directories_are_searched_in_order(corpus):
     found = [path.removeprefix(f"{corpus}/") for path in find_files([str(corpus)])]
     assert found == ["a.txt", "b.txt", "sub/c.txt"]
     assert find_files([str(corpus), str(corpus / "ignored.bin")])[-1] == str(corpus / "ignored.bin")
+
+
+def test_linked_directories_are_searched_once(tmp_path):
+    for name in ("in", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").touch()
+    for name, target in (("again", "../elsewhere"), ("link", "../elsewhere"), ("loop", ".")):
+        (tmp_path / "in" / name).symlink_to(target)
+    found = find_files([str(tmp_path / "in")])
+    assert [path.removeprefix(f"{tmp_path}/") for path in found] == ["in/a.txt", "in/again/a.txt"]
+
+
+def test_unreadable_directory_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        find_files([str(tmp_path)])
 
 
 def test_patterns_ignore_compression_suffix(tmp_path):

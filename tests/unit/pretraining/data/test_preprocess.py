@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -24,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.pretraining.data import preprocess as program
-from megatron.pretraining.data.documents import PairWriter
+from megatron.pretraining.data.documents import DocumentPiece, PairWriter
 from megatron.pretraining.data.tokenizer import build_tokenizer
 from megatron.pretraining.process import cpu
 from tests.cases import each_row
@@ -186,6 +187,7 @@ def test_json_keys_give_separate_datasets(tmp_path):
         ([], [[1, 10, 2, 3]]),
         (["--split-on-blank-lines"], [[1, 10], [2], [3]]),
         (["--split-on-regex", "^[23]"], [[1, 10], [2], [3]]),
+        (["--split-on-regex", ""], [[1], [10], [2], [3]]),
     ],
 )
 def test_plain_text_is_split_on_request(tmp_path, flags, wanted):
@@ -209,6 +211,12 @@ def test_tokens_use_two_bytes_if_possible(tmp_path, size, dtype):
     assert preprocess(*args, *NUMBERS, "--vocab-size", size) == 0
     assert IndexedDataset(f"{tmp_path}/o_text_document").index.dtype == dtype
     assert documents(tmp_path / "o_text_document") == [[size - 2, 0, size - 1]]
+
+
+def test_ids_beyond_number_of_tokens_are_encoded():
+    tokenizer = SimpleNamespace(tokenize=lambda text: [5, 0], vocab_size=3, inv_vocab={0: "a", 1: "b", 5: "c"})
+    encoded = program.Encoder(tokenizer, numpy.uint16, ("text",))(DocumentPiece("in.txt", 1, b"ca"))
+    assert encoded.error is None and encoded.tokens["text"].tolist() == [5, 0]
 
 
 @each_row(

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import yaml
 
-from megatron.pretraining.planning import simulate
+from megatron.pretraining.planning import simulate, sizes
 from tests.cases import each_row
 from tests.errors import only_code
 
@@ -268,3 +268,16 @@ def test_unwritable_output_is_refused_before_simulation(flag, tmp_path, monkeypa
     monkeypatch.setattr(simulate, "_faults", lambda *args: 1 / 0)
     assert simulate.main([*SMALL, flag, str(tmp_path / "file" / "plot.png")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+@each_row(
+    ("program", "flag"),
+    [
+        (simulate, "--vocab-size"), (simulate, "--interval"), (simulate, "--micro-batch"), (simulate, "--host-gbs"),
+        (sizes, "--vocab-size"), (sizes, "--world"),
+    ],
+)  # fmt: skip
+def test_zero_does_not_count_as_not_given(program, flag, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--model", "tiny", flag, "0"])
+    assert f"argument {flag}: '0' is not a number from" in capsys.readouterr().err

@@ -202,6 +202,7 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         ),
         ([*EXPLAIN_POLICY, *MEASURED, "--tier", "peers"], "--explain-policy needs --replicate-gbs, or a --cluster"),
         ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "17"], "--nodes is 17"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "0"], "--nodes is 0"),
         ([*EXPLAIN_POLICY, *MEASURED, "--persist-gbs", "0"], "write_rate cannot be 0.0"),
         ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas is 2"),
     ],
