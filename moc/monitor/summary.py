@@ -68,8 +68,8 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     start = state.newest.get("start", {})
     tables = [
         _table("Workers of this node", _WORKER_TITLES, _workers(job)),
-        _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
         _table("Incidents, newest first", INCIDENT_TITLES, _incidents(state)),
+        _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
         _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),

@@ -22,12 +22,14 @@ from moc.files.safe_directory import SafeDirectory
 from moc.monitor.job_view import JobView
 from moc.monitor.process import FollowedRun
 from moc.monitor.summary import MOST_ROWS, JobSummary, summarize
+from moc.report.wall_clock import PHASES
 from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _TIMEOUT_S = 10.0
+_ALL_COLUMNS = 120  # columns of a terminal that shows all columns of all tables
 _PATIENCE_S = 15.0  # for a monitor that is started again
 _MAX_ANSWER_BYTES, _MAX_URL_BYTES = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
 
@@ -117,8 +119,11 @@ def _fetch_summary(url: str, job: str | None) -> JobSummary:
     return summary
 
 
-def render(summary: JobSummary, rows: int):
-    """Returns the content of the terminal, with at most ``rows`` rows of each table."""
+def render(summary: JobSummary, rows: int, width: int):
+    """Returns the content of a terminal of ``width`` columns, with at most ``rows`` rows of each table.
+
+    A narrow terminal has no room for the phases of recoveries.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -133,9 +138,12 @@ def render(summary: JobSummary, rows: int):
         figures.add_row(title, value)
     parts = [*(Text(escape_line(line), style) for line, style in lines), figures]
     for table in summary.tables:
-        rich_table = Table(*table.titles, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        rich_table = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        shown = [column for column, title in enumerate(table.titles) if width >= _ALL_COLUMNS or title not in PHASES]
+        for column in shown:
+            rich_table.add_column(table.titles[column], overflow="fold")
         for row in table.rows[:rows]:
-            rich_table.add_row(*row)
+            rich_table.add_row(*(row[column] for column in shown))
         parts.append(rich_table)
     return Group(*parts)
 
@@ -167,7 +175,7 @@ def _show(read: Callable[[], JobSummary], screen: Console, rows: int, interval_s
 
     summary, read_at = read(), time.monotonic()
     try:
-        with Live(render(summary, rows), console=screen, screen=True, auto_refresh=False) as live:
+        with Live(render(summary, rows, screen.width), console=screen, screen=True, auto_refresh=False) as live:
             while summary.status != "ended":
                 time.sleep(interval_s)
                 try:
@@ -176,9 +184,9 @@ def _show(read: Callable[[], JobSummary], screen: Console, rows: int, interval_s
                     if time.monotonic() - read_at > _PATIENCE_S:
                         raise
                     note = [Text("No answer: this state is old", "bold red")]
-                live.update(Group(*note, render(summary, rows)), refresh=True)
+                live.update(Group(*note, render(summary, rows, screen.width)), refresh=True)
     finally:
-        screen.print(render(summary, rows))
+        screen.print(render(summary, rows, screen.width))
 
 
 @escapes_output
@@ -188,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         read, screen = source_of(args.source, args.job), console(width=160)
         if args.once or not screen.is_terminal or screen.is_dumb_terminal:
-            screen.print(render(read(), args.rows))
+            screen.print(render(read(), args.rows, screen.width))
         else:
             _show(read, screen, args.rows, args.interval)
         return 0

@@ -14,8 +14,10 @@ from rich.console import Console
 from moc.cli_output import ToolError
 from moc.errors import codes_in
 from moc.monitor import top
+from moc.monitor.job_view import JobView
 from moc.monitor.problems import Problem
-from moc.monitor.summary import JobSummary, Table
+from moc.monitor.summary import JobSummary, Table, summarize
+from moc.report.run_state import fold_events
 from moc.runtime.monitor_process import PAGE_FILE
 from tests.unit.monitor.monitored import Monitored, agent_state
 from tests.unit.report.test_program import Story
@@ -130,6 +132,15 @@ def test_last_state_stays_when_the_job_ends_or_its_page_is_lost(monkeypatch):
             top._show(lambda reads=reads: next(reads)(), screen, 10, 0.0)
         after = screen.file.getvalue().rpartition("\x1b[?1049l")[2]  # the alternate screen is left
         assert iteration in after
+
+
+def test_narrow_terminal_names_node_and_cause_of_losses():
+    summary = summarize(fold_events(story().usual(1).resume(1.0).start(1.0).usual(3).events), JobView(), 0.0)
+    for width, shows_phases in ((80, False), (160, True)):
+        screen = Console(file=io.StringIO(), width=width)
+        screen.print(top.render(summary, 10, width))
+        text = screen.file.getvalue()
+        assert "worker-lost" in text and "signal 9" in text and ("detection" in text) == shows_phases, text
 
 
 def test_dumb_terminal_shows_the_state_once(tmp_path, monkeypatch):
