@@ -277,10 +277,10 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "iterations": _iterations,
         "wall clock": lambda run: seconds(run.wall_s),
         "an iteration, undisturbed": lambda run: seconds(run.iteration_s),
-        "tokens": lambda run: f"{run.tokens:,}",
-        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
+        "tokens": lambda run: f"{run.tokens:,}" if run.tokens else None,
+        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}" if run.tokens else None,
         "tokens/s, undisturbed": lambda run: (
-            f"{run.tokens / run.iterations / run.iteration_s:,.0f}" if run.iteration_s > 0 else None
+            f"{run.tokens / run.iterations / run.iteration_s:,.0f}" if run.tokens and run.iteration_s > 0 else None
         ),
         "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
         "loss, newest": lambda run: _join_counts(run.validation, "{:.4f}".format),
