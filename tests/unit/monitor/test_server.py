@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -290,6 +291,23 @@ def test_node_without_the_events_names_the_one_that_has_them():
     job = JobView().updated(agent_state(nodes=2) | {"node": 1}, 1.0)
     (problem,) = find_problems(fold_events([]), job, 2.0)
     assert "node 0" in problem.text and summarize(fold_events([]), job, 2.0).status == "iteration 9"
+
+
+def test_counters_never_decrease():
+    from moc.monitor.metrics import render_metrics
+
+    story, values = Story().start().usual(20).generation(1.0).resume(1.0).start(1.0).train(3.0), []
+    for seconds, count in (
+        (1.0, 10),
+        (2.0, 100),
+    ):  # the median of iterations, which the first iteration of a recovery exceeds, changes
+        text = render_metrics(fold_events(story.train(*[slower] * 40).events), JobView(), story.now, {}).decode()
+        counters = set(re.findall(r"# TYPE (\S+) counter", text))
+        values.append(
+            {name: value for name, value in parse_metrics(text).items() if name.partition("{")[0] in counters}
+        )
+    first, second = values
+    assert first and all(second[name] >= value for name, value in first.items())
 
 
 def test_mfu_is_shown_if_known():
