@@ -49,7 +49,7 @@ def find_problems(state: RunState, job: JobView, now: float) -> tuple[Problem, .
 
 
 def describe_age(seconds: float) -> str:
-    """Returns an age in its largest unit of which it has at least two; a negative age, by clocks that differ, is 0."""
+    """Returns an age of at least two days, hours or minutes, or in seconds; negative ages of differing clocks are 0."""
     for unit, size_s in (("days", 86400.0), ("hours", HOUR_S), ("minutes", 60.0)):
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:,.0f} {unit}"

@@ -203,9 +203,9 @@ def _share(part: str, total: str) -> Cell:
     """Returns a cell with the share of one gauge in another, by their means."""
 
     def cell(run: Report) -> str | None:
-        if part not in run.gauges or not (whole := run.gauges.get(total)) or not whole.mean:
+        if part not in run.gauges or not (base := run.gauges.get(total)) or not base.mean:
             return None
-        return _percent(run.gauges[part].mean / whole.mean, 1)
+        return _percent(run.gauges[part].mean / base.mean, 1)
 
     return cell
 
