@@ -223,7 +223,7 @@ class ProtectedRun:
         self._interruption: Interruption | None = None
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
-        self._number, self._losses, self._started_at = 0, 0.0, 0.0
+        self._number, self._losses, self._started_at, self._reported_at = 0, 0.0, 0.0, 0.0
         self._is_finite: bool | None = None  # of the averaged gradients; None before they are averaged
         self._stop_requested = self._is_over = self._owes_step = self._is_finishing = False
         self.model: Any = loop.model
@@ -360,6 +360,7 @@ class ProtectedRun:
             parameters=sum(parameter.numel() for parameter in self._loop.model.parameters()),
             startup_s={},
         )
+        self._reported_at = time.perf_counter()
 
     def _report(self, record: StepRecord, elapsed_s: float) -> None:
         assert self._session is not None  # of the same generation
@@ -473,7 +474,9 @@ class ProtectedRun:
         session, (record, started_at), self._pending = self._session, self._pending, None
         assert session is not None  # of the same generation
         self._position = session.completed(record, started_at)
-        self._report(record, time.perf_counter() - started_at)
+        now = time.perf_counter()
+        self._report(record, now - self._reported_at)
+        self._reported_at = now
         self._engine.capture()
         self._stop_requested = record.stop
         progress("save")
