@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import secrets
+import select
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -180,7 +181,12 @@ def print_json(value: Any) -> None:
 
 
 def refused(program: str, error: Exception, path: object = "") -> int:
-    """Prints to stderr why a program ends; returns its exit status.  ``path`` is for an OSError that names no file."""
+    """Prints to stderr why a program ends; returns its exit status.  ``path`` is for an OSError that names no file.
+
+    If the reader of standard output has ended, such as ``head``, nothing is printed.
+    """
+    if isinstance(error, BrokenPipeError) and _has_no_reader(_plain(sys.stdout)):
+        return 1
     code = code_of(error)
     sentence = str(error)
     if isinstance(error, OSError):
@@ -189,6 +195,17 @@ def refused(program: str, error: Exception, path: object = "") -> int:
         sentence = f"{cause}{FIX}{remedy}"
     print_lines(f"{program}: {sentence} [{code}]", error=True)
     return 1
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Returns whether the reader of a pipe has ended; later output to it is then discarded."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
+    return True
 
 
 def escapes_output[**P](main: Callable[P, int]) -> Callable[P, int]:

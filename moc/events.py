@@ -118,7 +118,7 @@ class EventLog:
 
     def _keep(self, event: str, fields: dict) -> None:
         record = {"type": event, "time": round(time.time(), 3), **fields}
-        line = (json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode()
+        line = (json.dumps(_finite(record), default=_plain) + "\n").encode()
         with self._lock:
             self._lines.append(line)
             if len(self._lines) > _MAX_WAITING:
@@ -201,7 +201,17 @@ class EventLog:
 
 
 def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value that JSON lacks as one that it has: a scalar of NumPy or torch as a number, others as text."""
+    try:
+        return _finite(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moc.cli_output import replacing
+from moc.files.decode import escape_line
 
 THEMES = {
     "light": dict(
@@ -167,7 +168,7 @@ def add_marks(panel: Any, marks: Iterable[LossMark], color: str) -> None:
         else:
             groups.append([mark])
     for group in groups:
-        cause = group[0].what if len(group) == 1 else f"{len(group)} losses"
+        cause = escape_line(group[0].what) if len(group) == 1 else f"{len(group)} losses"
         text = f"{cause}\nresumed after {sum(mark.dead_s for mark in group):.3g} s"
         share = (group[0].at - left) / ((right - left) or 1.0)
         side = "left" if share < 0.1 else "right" if share > 0.9 else "center"
@@ -188,4 +189,5 @@ def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     for name in names:
         seen[name] = seen.get(name, 0) + 1
     numbers = {name: itertools.count(1) for name in seen}
-    return [name if seen[name] == 1 else f"{name} ({next(numbers[name])})" for name in names]
+    numbered = (name if seen[name] == 1 else f"{name} ({next(numbers[name])})" for name in names)
+    return [escape_line(name) for name in numbered]  # matplotlib refuses names that are not UTF-8

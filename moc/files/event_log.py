@@ -63,8 +63,10 @@ _FIELDS_BY_TYPE = {
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
     Count: "iteration kept folded lost_after rank node signal generation schema least fewer experts wanted",
+    int | None: "code",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
-    Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
+    Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed busiest_after replicas "
+    "own copies small logs",
     bool: "boosted waits",
     bool | None: "exact",
     list[Count]: "stages",
@@ -72,7 +74,7 @@ _FIELDS_BY_TYPE = {
     list[RecordedLoss]: "earlier",
     dict[Name, Seconds]: "startup_s",
     dict[Name, Amount]: "by_layer survival max_violation_by_layer dropped_share_by_layer",
-    float | None: "loss grad_norm learning_rate perplexity",
+    float | None: "loss grad_norm learning_rate loss_scale perplexity",
     _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
     "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
     "storage_age storage_overdue mlt_storage max_violation dropped_share mfu",
@@ -123,8 +125,6 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         try:
             fields = decode.parse(line)
         except ValueError:
-            if number == 1:
-                raise EventsError(f"{path}: line 1 is not JSON. Fix: give an {EVENTS_FILE}") from None
             incomplete_lines += 1
             if incomplete_lines > _MAX_INCOMPLETE_LINES:
                 raise EventsError(
@@ -140,6 +140,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
                 raise EventsError(
                     f"{path}: line {number} is not an event ({error}). Fix: give an {EVENTS_FILE} of this program"
                 ) from None
+    if incomplete_lines and not events:
+        raise EventsError(f"{path}: no line is an event. Fix: give an {EVENTS_FILE}")
     return events
 
 

@@ -50,6 +50,7 @@ class JobView:
         epoch: epoch of the controller.
         generation: number of the current generation.
         changed_at: Unix seconds when the generation last changed; 0 if it has not changed since the first message.
+        loss: sentence about the loss that began the current generation; empty if there was none.
         restarts: workers lost by signals that were replaced.
         states: ``training``, ``lost``, ``partial model`` or ``not training``, by node.
         first_node: node of the first worker, which has the events of the run; None if it is not known.
@@ -66,6 +67,7 @@ class JobView:
     epoch: int = 0
     generation: int = 0
     changed_at: float = 0.0
+    loss: str = ""
     restarts: int = 0
     states: Mapping[int, str] | None = None
     first_node: int | None = None
@@ -88,6 +90,7 @@ class JobView:
             epoch=control["epoch"],
             generation=membership["generation"],
             changed_at=time if has_changed else self.changed_at,
+            loss=_loss_of(membership),
             restarts=membership["restarts"],
             states=_states_of_nodes(membership),
             first_node=dict(membership["places"]).get(next(iter(membership["members"]), None)),
@@ -108,9 +111,21 @@ class JobView:
         return Counter((self.states or {}).values())
 
 
+def _loss_of(membership: Mapping[str, Any]) -> str:
+    losses = membership["losses"][1]
+    is_current = losses and losses[-1]["generation"] == membership["generation"]
+    return describe_loss(losses[-1]) if is_current else ""
+
+
+def describe_loss(loss: Mapping[str, Any]) -> str:
+    """Returns the reason of a loss, with its node if it is known."""
+    reason, node = loss["reason"], f"node {loss.get('node')}"
+    return reason if loss.get("node") is None or node in reason else f"{reason}, on {node}"
+
+
 def _states_of_nodes(membership: Mapping[str, Any]) -> dict[int, str]:
-    members, vacant = membership["members"], set(membership["vacant"])
-    partial = set(members[len(members) - len(membership["helpers"]) :])
+    blocks, vacant = membership["members"], set(membership["vacant"])
+    members, partial = set(blocks), set(blocks[len(blocks) - len(membership["helpers"]) :])
     states = {}
     for block, node in membership["places"]:
         trains = "partial model" if block in partial else "training" if block in members else "not training"

@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from moc.files.decode import escape_controls
 from moc.monitor.job_view import JobView
 from moc.monitor.problems import HOUR_S
 from moc.monitor.process import node_memory
@@ -86,12 +87,12 @@ def _training(state: RunState, now: float) -> Iterator[Metric]:
     yield _gauge("moc_iteration", "Iterations completed, without discarded ones.", state.last_iteration)
     yield _counter("moc_iterations_computed", "Iterations computed, with discarded ones.", state.computed)
     yield _gauge("moc_tokens", "Tokens of the iterations that count.", state.tokens)
-    if newest.get("elapsed_s"):
+    if newest.get("elapsed_s") and newest["tokens"]:
         yield _gauge("moc_tokens_per_second", "Of the newest iteration.", newest["tokens"] / newest["elapsed_s"])
     yield _gauge("moc_undisturbed_iteration_seconds", "Median of undisturbed iterations.", state.iteration_s)
     yield _gauge("moc_training_workers", "Workers of the newest start.", state.workers)
     yield _gauge("moc_recovering", "1 while a loss is not recovered.", float(state.is_recovering))
-    yield _gauge("moc_ended", "1 after an orderly end.", float(state.ended is not None))
+    yield _gauge("moc_ended", "1 after the end of the job.", float(state.ended is not None))
     yield _gauge("moc_event_age_seconds", "Seconds since the newest event.", max(0.0, now - state.time))
     counts = {kind: totals.count for kind, totals in state.totals.items()}
     yield _counter("moc_events", "Events, by type.", "type", counts)
@@ -105,7 +106,8 @@ def _losses(state: RunState, now: float) -> Iterator[Metric]:
     yield _gauge("moc_wall_clock_seconds", "Uses of the wall clock; they add up to it.", "part", parts)
     yield _counter("moc_recoveries", "Finished recoveries.", len(state.recoveries))
     seconds = {phase: sum(recovery.phases.get(phase, 0.0) for recovery in state.recoveries) for phase in PHASES}
-    yield _counter("moc_recovery_seconds", "Seconds of finished recoveries, by phase.", "phase", seconds)
+    # a gauge: the excess of a first iteration changes with the median of undisturbed iterations
+    yield _gauge("moc_recovery_seconds", "Seconds of finished recoveries, by phase.", "phase", seconds)
     repeated = sum(recovery.repeated for recovery in state.recoveries)
     yield _counter("moc_iterations_repeated", "Iterations that recoveries computed again.", repeated)
     recent = Counter(loss.rank for at, loss in state.losses if loss.rank is not None and now - at < HOUR_S)
@@ -182,5 +184,5 @@ def _metric_family(family: type, name: str, text: str, *value: Any) -> Metric:
     label, values = value
     metric = family(name, text, labels=[label])
     for key, number in values.items():
-        metric.add_metric([str(key)], number)
+        metric.add_metric([escape_controls(key)], number)
     return metric

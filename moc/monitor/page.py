@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
+from moc.files.decode import escape_controls
 from moc.monitor.job_view import JobView
 from moc.monitor.summary import MOST_ROWS, JobSummary, Table, summarize
 from moc.report.run_state import RunState
@@ -78,7 +79,7 @@ def render_content(state: RunState, job: JobView, now: float) -> str:
 
 
 def _text(value: object) -> str:
-    return escape(str(value))
+    return escape(escape_controls(value))
 
 
 def _headline(summary: JobSummary) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moc.cli_output import counted
-from moc.monitor.job_view import JobView
-from moc.report.report import seconds
-from moc.report.run_state import RunState
+from moc.monitor.job_view import JobView, describe_loss
+from moc.report.run_state import NO_RUN, RunState
 
 HOUR_S = 3600.0
 """Age in seconds of the oldest recent event."""
@@ -44,8 +43,17 @@ class Problem:
 
 def find_problems(state: RunState, job: JobView, now: float) -> tuple[Problem, ...]:
     """Returns the problems of a job at a time in Unix seconds, critical ones first."""
+    state = NO_RUN if is_starting_again(state, job) else state
     problems = [*_job_problems(state, job), *_training_problems(state, job, now), *_snapshot_problems(state, now)]
     return tuple(sorted(problems, key=lambda problem: not problem.is_critical))
+
+
+def describe_age(seconds: float) -> str:
+    """Returns an age of at least two days, hours or minutes, or in seconds; negative ages of differing clocks are 0."""
+    for unit, size_s in (("days", 86400.0), ("hours", HOUR_S), ("minutes", 60.0)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:,.0f} {unit}"
+    return f"{max(0.0, seconds):,.0f} s"
 
 
 def is_silent(state: RunState, job: JobView, now: float) -> bool:
@@ -55,9 +63,16 @@ def is_silent(state: RunState, job: JobView, now: float) -> bool:
     return bool(state.time) and not has_ended and now - state.time > usual_s
 
 
+def is_starting_again(state: RunState, job: JobView) -> bool:
+    """Returns whether the events are of an earlier launch: this one has written no ``start`` yet."""
+    launch = state.newest.get("start", {}).get("job")
+    return job.end is None and bool(job.job and launch) and launch != job.job
+
+
 def lacks_events(state: RunState, job: JobView) -> bool:
     """Returns whether the events of a run are on another node, so that this node shows only membership and workers."""
-    return not state.time and job.end is None and any(worker.iteration for worker in job.workers)
+    are_elsewhere = not state.time and job.first_node != job.node
+    return are_elsewhere and job.end is None and any(worker.iteration for worker in job.workers)
 
 
 def is_interrupted(state: RunState, job: JobView) -> bool:
@@ -74,17 +89,19 @@ def _job_problems(state: RunState, job: JobView) -> Iterator[Problem]:
             f"This page shows only node {job.node}: the events of the run are on {node_name}",
             f"open the page of the launcher of {node_name} for training, incidents and other problems",
         )
-    if job.end is not None and job.end[1]:
+    reason, code = job.end or (state.ended, state.exit_code)
+    if code:
         yield Problem(
             True,
-            f"The job has ended with code {job.end[1]}: {job.end[0] or 'no reason given'}",
+            f"The job has ended with code {code}: {reason or 'no reason given'}",
             "read the end of the console; code 75 means that the same command resumes",
         )
     elif is_interrupted(state, job):
-        reason = state.newest.get("generation", {}).get("reason") if state.is_recovering else None
+        generation = state.newest.get("generation") if state.is_recovering else None
+        reason = job.loss or (describe_loss(generation) if generation else "a worker was lost, and workers reconnect")
         yield Problem(
             True,
-            f"Training is interrupted: {reason or 'a worker was lost, and workers reconnect'}",
+            f"Training is interrupted: {reason}",
             "wait some seconds for the replacement; if it does not come, read its output in --log-dir/workers",
         )
     if lost_nodes := sorted(node for node, node_state in (job.states or {}).items() if node_state == "lost"):
@@ -106,11 +123,12 @@ def _training_problems(state: RunState, job: JobView, now: float) -> Iterator[Pr
         usual_pace = (
             f"an iteration usually takes {state.iteration_s:.3g} s" if state.iteration_s else "no iteration is complete"
         )
-        silence = f"No event for {now - state.time:,.0f} s; {usual_pace}"
+        silence = f"No event for {describe_age(now - state.time)}; {usual_pace}"
         yield Problem(
             True,
             f"{silence}{_describe_busy_workers(job)}",
-            "read the output of these workers in --log-dir/workers; in section save, check the storage of --ckpt-dir",
+            "check that the job still runs, and read the output of workers that do not wait in --log-dir/workers; in "
+            "section save, check the storage of --ckpt-dir",
         )
     recent = [recovery for recovery in state.recoveries if now - recovery.time < HOUR_S]
     losses = [loss for at, loss in state.losses if now - at < HOUR_S]
@@ -182,11 +200,11 @@ def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
     if state.ended:
         pass
     elif age_s > STORAGE_AGE_S:
-        text = f"The newest snapshot in storage is {age_s / 60:,.0f} minutes old"
+        text = f"The newest snapshot in storage is {describe_age(age_s)} old"
         yield Problem(True, text, _OF_STORAGE_AGE)
     elif newest.get("storage_overdue"):
         age_text = (
-            f"the newest snapshot there is {seconds(age_s)} old" if persist is not None else "no snapshot is there"
+            f"the newest snapshot there is {describe_age(age_s)} old" if persist is not None else "no snapshot is there"
         )
         text = f"Storage is behind: {age_text}, and a loss of all memory would repeat {repeated:,.0f} iterations"
         yield Problem(persist is None, text, _OF_STORAGE_AGE)
@@ -209,7 +227,7 @@ def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
         event = state.newest.get(kind)
         if event is not None and now - event["time"] < HOUR_S:
             reason, count = event.get("reason"), state.of_type(kind).count
-            times = f"{counted(count, 'time')}, last {(now - event['time']) / 60:,.0f} minutes ago"
+            times = f"{counted(count, 'time')}, last {describe_age(now - event['time'])} ago"
             yield Problem(False, f"{text} ({times}){'' if reason is None else f': {reason}'}", remedy)
     share = state.spent.stalls_s / state.spent.wall_s if state.spent.wall_s > 0 else 0.0
     recent = _recent_stalls(state)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from moc.errors import warning
+from moc.errors import cause_of, warning
 from moc.files.decode import parse
 from moc.files.event_log import Event, EventFollower
 from moc.monitor.job_view import JobView
@@ -50,6 +50,11 @@ class FollowedRun:
         self.version = self.events = 0
         self._follower: EventFollower | None = None
         self._fold, self._state = RunFold(keeps_events=False), None
+
+    @property
+    def skipped(self) -> int:
+        """Number of lines so far that are not events."""
+        return 0 if self._follower is None else self._follower.skipped
 
     @property
     def state(self) -> RunState:
@@ -125,6 +130,21 @@ class EventHook:
             self.results[await self._run(self._waiting.popleft())] += 1
 
     async def _run(self, event: Event) -> str:
+        try:
+            code = await self._exit_code(event)
+        except (OSError, ValueError) as error:  # no process, or a foreign type that no environment can have
+            code = cause_of(error)
+        if code:
+            _log.warning(
+                "%s",
+                warning(
+                    f"--on-event ended with {code} for the event {event['type']}. Fix: correct the command",
+                    code="hook-failed",
+                ),
+            )
+        return "failed" if code else "done"
+
+    async def _exit_code(self, event: Event) -> int | None:
         assert self._command is not None  # no event waits without one
         process = await asyncio.create_subprocess_shell(
             self._command,
@@ -140,16 +160,7 @@ class EventHook:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             await process.wait()
-        if process.returncode:
-            _log.warning(
-                "%s",
-                warning(
-                    f"--on-event ended with {process.returncode} for the event {event['type']}. "
-                    "Fix: correct the command",
-                    code="hook-failed",
-                ),
-            )
-        return "failed" if process.returncode else "done"
+        return process.returncode
 
 
 class Monitor:

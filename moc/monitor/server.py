@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -19,6 +21,7 @@ import secrets
 import socket
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 from moc.cli_output import Parser, ToolError, escapes_output, log_to_stderr, number, refused
@@ -41,7 +44,7 @@ UPDATE_S = 0.5
 MOST_READERS = 50
 """Most open pages of one monitor; more are refused."""
 
-_COOKIE = "moc_token"
+_ANY = "0.0.0.0", "::"  # addresses of all interfaces, which other machines cannot name
 _LINE_BYTES = 1 << 26  # of a state that the launcher sends
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -57,32 +60,38 @@ def is_known_host(header: str, address: str) -> bool:
     host = header.rpartition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(host))
+    return host.lower().rstrip(".") in ("localhost", address.lower(), *_names_of_machine())
+
+
+@functools.cache  # a slow name server must not delay each request
+def _names_of_machine() -> tuple[str, ...]:
     name = socket.gethostname().lower()
-    names = "localhost", name, name.partition(".")[0], socket.getfqdn().lower(), address.lower()
-    return host.lower().rstrip(".") in names
+    return name, name.partition(".")[0], socket.getfqdn().lower()
 
 
 def is_authorized(token: str, header: str, cookie: str, query: str) -> bool:
-    """Whether a reader has the token: as ``Authorization: Bearer``, as a cookie, or in the address of the page."""
-    presented_token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else cookie or query
-    return hmac.compare_digest(presented_token.encode(), token.encode())
+    """Whether a reader has the token: as ``Authorization: Bearer``, in the address of the page, or as a cookie."""
+    presented_token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else query or cookie
+    return hmac.compare_digest(*(text.encode(errors="surrogatepass") for text in (presented_token, token)))
 
 
 def make_app(monitor: Monitor, address: str, token: str, serves_page: bool):
     """Returns the web application: the page, or the metrics."""
     from aiohttp import web
 
+    cookie = f"moc_token_{hashlib.sha256(token.encode(errors='surrogatepass')).hexdigest()[:16]}"  # ports share cookies
+
     @web.middleware
     async def guard(request: web.Request, handler) -> web.StreamResponse:
         if not is_known_host(request.headers.get("Host", ""), address):
             raise web.HTTPMisdirectedRequest(text="the Host header does not name this machine\n")
         query = request.query.get("token", "")
-        credentials = request.headers.get("Authorization", ""), request.cookies.get(_COOKIE, ""), query
+        credentials = request.headers.get("Authorization", ""), request.cookies.get(cookie, ""), query
         if token and not is_authorized(token, *credentials):
             raise web.HTTPUnauthorized(text="a token is needed\n", headers={"WWW-Authenticate": "Bearer"})
         response = await handler(request)
         if token and query and not response.prepared:
-            response.set_cookie(_COOKIE, token, httponly=True, samesite="Strict")
+            response.set_cookie(cookie, token, httponly=True, samesite="Strict")
         return response
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -112,6 +121,15 @@ def _page_handlers(monitor: Monitor) -> dict:
     from aiohttp import web
 
     readers: set[asyncio.Task | None] = set()
+    rendered_at, update = 0.0, ""
+
+    def current_update() -> str:
+        """Returns the update, which all readers share."""
+        nonlocal rendered_at, update
+        if time.monotonic() - rendered_at > UPDATE_S / 2:
+            content = page.render_content(monitor.run.state, monitor.job, time.time())
+            rendered_at, update = time.monotonic(), f"data: {json.dumps(content)}\n\n"
+        return update
 
     async def document(request: web.Request) -> web.Response:
         text = page.render_page(monitor.run.state, monitor.job, time.time())
@@ -135,9 +153,8 @@ def _page_handlers(monitor: Monitor) -> dict:
             await response.prepare(request)
             sent = ""
             while not monitor.has_ended:
-                text = page.render_content(monitor.run.state, monitor.job, time.time())
-                if text != sent:
-                    await response.write(f"data: {json.dumps(text)}\n\n".encode())
+                if (text := current_update()) != sent:
+                    await response.write(text.encode())
                     sent = text
                 await asyncio.sleep(UPDATE_S)
         except ConnectionResetError:
@@ -157,14 +174,14 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
     for name, port in (("metrics", arguments.metrics_port), ("dashboard", arguments.dashboard_port)):
         if port is None:
             continue
-        host = arguments.address
+        host = arguments.address.strip("[]")
         flag = f"--{name}-port {port}"
         try:
             from aiohttp import web
 
             runner = web.AppRunner(make_app(monitor, host, token, name == "dashboard"), access_log=None)
             await runner.setup()
-            listener = listening_socket(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", True)
+            listener = listening_socket(_url(host, port).removeprefix("http://"), True)
             await web.SockSite(runner, listener, shutdown_timeout=1.0).start()
         except ImportError as error:
             _log.warning(
@@ -186,13 +203,18 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
             )
             continue
         runners.append(runner)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        port, query = listener.getsockname()[1], f"?{urllib.parse.urlencode({'token': token})}" if token else ""
         if name == "dashboard" and arguments.directory is not None:
             with contextlib.suppress(OSError):  # the terminal view does not find the page then
-                (arguments.directory / PAGE_FILE).write_text(url)
-        query = f"?token={token}" if arguments.prints_token else ""
-        _log.warning("%s: %s", name, f"{url}/metrics" if name == "metrics" else f"{url}/{query}")
+                (arguments.directory / PAGE_FILE).write_text(f"{_url(host, port)}/{query}")
+        url = _url(socket.gethostname() if host in _ANY else host, port)
+        shown_path = "metrics" if name == "metrics" else query if arguments.prints_token else ""
+        _log.warning("%s: %s/%s", name, url, shown_path)
     return runners
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,15 @@ from typing import Any
 
 from moc.cli_output import human
 from moc.monitor.job_view import JobView
-from moc.monitor.problems import Problem, find_problems, is_interrupted, is_silent, lacks_events
+from moc.monitor.problems import (
+    Problem,
+    describe_age,
+    find_problems,
+    is_interrupted,
+    is_silent,
+    is_starting_again,
+    lacks_events,
+)
 from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_rows, seconds
 from moc.report.run_state import RunState
 
@@ -60,8 +68,8 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     start = state.newest.get("start", {})
     tables = [
         _table("Workers of this node", _WORKER_TITLES, _workers(job)),
-        _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
         _table("Incidents, newest first", INCIDENT_TITLES, _incidents(state)),
+        _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
         _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),
@@ -77,6 +85,8 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
 
 
 def _status(state: RunState, job: JobView, now: float) -> str:
+    if is_starting_again(state, job):
+        return "starting"
     if state.ended or job.end:
         return "ended"
     if is_silent(state, job, now):
@@ -102,7 +112,7 @@ def _table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) 
 def _figures(state: RunState, now: float) -> dict[str, str]:
     newest = state.newest.get("iteration", {})
     loss = newest.get("loss")
-    speed = f"{newest['tokens'] / newest['elapsed_s']:,.0f}" if newest.get("elapsed_s") else "-"
+    speed = f"{newest['tokens'] / newest['elapsed_s']:,.0f}" if newest.get("elapsed_s") and newest["tokens"] else "-"
     return {
         "iteration": f"{state.last_iteration:,}",
         "loss, nats per token": "-" if loss is None else f"{loss:.4f}",
@@ -112,7 +122,7 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
         "ETTR": f"{state.ettr:.3f}",
         "workers": f"{state.workers:,}",
         "recoveries": f"{len(state.recoveries):,}",
-        "newest event": f"{max(0.0, now - state.time):,.0f} s ago" if state.time else "-",
+        "newest event": f"{describe_age(now - state.time)} ago" if state.time else "-",
     }
 
 
@@ -130,7 +140,7 @@ def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:
 def _tiers(state: RunState, now: float) -> Iterable[Sequence[object]]:
     for tier, kind in (("memory", "snapshot"), ("other nodes", "replicate"), ("storage", "persist")):
         if (event := state.newest.get(kind)) is not None:
-            age = seconds(max(0.0, now - event["time"]))
+            age = describe_age(now - event["time"])
             yield tier, f"{state.of_type(kind).count:,}", f"{event['iteration']:,}", age
 
 

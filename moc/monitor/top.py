@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import os
+import re
 import tempfile
 import time
-import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moc.cli_output import Parser, ToolError, console, escapes_output, refused
+from moc.cli_output import Parser, ToolError, console, escapes_output, number, refused
 from moc.files.decode import decode, escape_line
-from moc.files.event_log import events_file
+from moc.files.event_log import EVENTS_FILE, EventsError, events_file
 from moc.files.safe_directory import SafeDirectory
 from moc.monitor.job_view import JobView
 from moc.monitor.process import FollowedRun
-from moc.monitor.summary import JobSummary, summarize
+from moc.monitor.summary import MOST_ROWS, JobSummary, summarize
+from moc.report.wall_clock import PHASES
 from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _TIMEOUT_S = 10.0
+_ALL_COLUMNS = 120  # columns of a terminal that shows all columns of all tables
+_PATIENCE_S = 15.0  # for a monitor that is started again
 _MAX_ANSWER_BYTES, _MAX_URL_BYTES = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
 
 EPILOG = """\
@@ -31,7 +40,9 @@ examples:
   python tools/top.py http://127.0.0.1:9000
   python tools/top.py log/                      # from events.jsonl, without a monitor
 
-MOC_MONITOR_TOKEN is sent to a page that needs a token."""
+MOC_MONITOR_TOKEN is sent to a page that needs a token, unless its URL ends with one."""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy must not receive the token
 
 
 def find_page(job: str | None) -> str:
@@ -69,6 +80,8 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
         job: id of the launch that is expected; None for any.
     """
     address = find_page(job) if address is None else address
+    if re.fullmatch(r"[^/\s]+:\d+/?", address) and not Path(address).exists():
+        address = f"http://{address}"
     if address.startswith(("http://", "https://")):
         return lambda: _fetch_summary(address, job)
     path, run = events_file(address), FollowedRun()
@@ -77,18 +90,22 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     def read() -> JobSummary:
         while run.poll(path):
             pass
+        if run.skipped and not run.events:
+            raise EventsError(f"{path}: no line is an event. Fix: give an {EVENTS_FILE}")
         return summarize(run.state, JobView(), time.time())
 
     return read
 
 
 def _fetch_summary(url: str, job: str | None) -> JobSummary:
-    headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN_VARIABLE)) else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
+    url, _, query = url.partition("?")
+    token = urllib.parse.parse_qs(query).get("token", [os.environ.get(TOKEN_VARIABLE, "")])[0]
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
+        with _opener.open(request, timeout=_TIMEOUT_S) as answer:
             summary = decode(answer.read(_MAX_ANSWER_BYTES), JobSummary)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         raise ToolError(
             f"{url} does not answer as the page of a job ({cause}). Fix: start mocrun with --dashboard-port, or name "
@@ -102,29 +119,31 @@ def _fetch_summary(url: str, job: str | None) -> JobSummary:
     return summary
 
 
-def render(summary: JobSummary, rows: int):
-    """Returns the content of the terminal, with at most ``rows`` rows of each table."""
+def render(summary: JobSummary, rows: int, width: int):
+    """Returns the content of a terminal of ``width`` columns, with at most ``rows`` rows of each table.
+
+    A narrow terminal has no room for the phases of recoveries.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    styles = {True: "bold red", False: "yellow"}
-    lines = [Text(escape_line(f"{summary.run}  job {summary.job or '-'}  {summary.status}"), style="bold")]
+    lines = [(f"{summary.run}  job {summary.job or '-'}  {summary.status}", "bold")]
     for problem in summary.problems:
-        lines += [
-            Text(escape_line(problem.text), style=styles[problem.is_critical]),
-            Text(f"  To do: {problem.remedy}"),
-        ]
-    lines += [] if summary.problems else [Text("No problem found", style="green")]
+        lines += [(problem.text, "bold red" if problem.is_critical else "yellow"), (f"  To do: {problem.remedy}", "")]
+    lines += [] if summary.problems else [("No problem found", "green")]
     figures = Table(box=None, show_header=False)
     for title, value in summary.figures.items():
         figures.add_row(title, value)
-    parts = [*lines, figures]
+    parts = [*(Text(escape_line(line), style) for line, style in lines), figures]
     for table in summary.tables:
-        rich_table = Table(*table.titles, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        rich_table = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        shown = [column for column, title in enumerate(table.titles) if width >= _ALL_COLUMNS or title not in PHASES]
+        for column in shown:
+            rich_table.add_column(table.titles[column], overflow="fold")
         for row in table.rows[:rows]:
-            rich_table.add_row(*row)
+            rich_table.add_row(*(row[column] for column in shown))
         parts.append(rich_table)
     return Group(*parts)
 
@@ -142,9 +161,32 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", nargs="?", metavar="URL", help=source_help)
     parser.add_argument("--job", metavar="ID", help="id of the launch, as its page shows it")
     parser.add_argument("--once", action="store_true", help="print the state once, also if the output is no terminal")
-    parser.add_argument("--rows", type=int, default=10, help="most rows of each table (default: 10)")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two updates (default: 1)")
+    rows, interval = number(int, 1, MOST_ROWS), number(float, 0.1, 3600)
+    parser.add_argument("--rows", type=rows, default=10, help="most rows of each table (default: 10)")
+    parser.add_argument("--interval", type=interval, default=1.0, help="seconds between two updates (default: 1)")
     return parser
+
+
+def _show(read: Callable[[], JobSummary], screen: Console, rows: int, interval_s: float) -> None:
+    """Shows a job until it has ended, and leaves its last state on the terminal."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    summary, read_at = read(), time.monotonic()
+    try:
+        with Live(render(summary, rows, screen.width), console=screen, screen=True, auto_refresh=False) as live:
+            while summary.status != "ended":
+                time.sleep(interval_s)
+                try:
+                    summary, read_at, note = read(), time.monotonic(), []
+                except ToolError:
+                    if time.monotonic() - read_at > _PATIENCE_S:
+                        raise
+                    note = [Text("No answer: this state is old", "bold red")]
+                live.update(Group(*note, render(summary, rows, screen.width)), refresh=True)
+    finally:
+        screen.print(render(summary, rows, screen.width))
 
 
 @escapes_output
@@ -153,15 +195,11 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         read, screen = source_of(args.source, args.job), console(width=160)
-        if args.once or not screen.is_terminal:
-            screen.print(render(read(), args.rows))
-            return 0
-        from rich.live import Live
-
-        with Live(render(read(), args.rows), console=screen, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(max(0.1, args.interval))
-                live.update(render(read(), args.rows), refresh=True)
+        if args.once or not screen.is_terminal or screen.is_dumb_terminal:
+            screen.print(render(read(), args.rows, screen.width))
+        else:
+            _show(read, screen, args.rows, args.interval)
+        return 0
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, ToolError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
+from moc.files.decode import escape_line
 from moc.files.event_log import events_file, losses_of, read_events
 from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, ink
 from moc.simulate.profile import ByIteration
@@ -180,7 +181,7 @@ def draw_losses(panel, runs: Mapping[str, LossCurve], title: str, smoothing: int
         _draw_loss(panel, run, f"C{number}", smoothing, f"{name}, " if len(runs) > 1 else "")
     for number, run in enumerate(runs.values()):
         add_marks(panel, run.resumed, f"C{number}" if len(runs) > 1 else ink())
-    shown_title = title or f"Loss of {', '.join(runs)}"
+    shown_title = escape_line(title) or f"Loss of {', '.join(runs)}"
     panel.set_title(shown_title, pad=MARKS_PAD if any(run.resumed for run in runs.values()) else None)
     panel.set_ylabel("loss, nats per token")
 

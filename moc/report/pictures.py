@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from moc.cli_output import replacing
+from moc.files.decode import escape_controls
 from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, paper
 from moc.report.figures import Report
 from moc.report.wall_clock import Event, RecoveryTimes
@@ -122,17 +123,22 @@ def write_html(
     urls = [f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in (light, dark)]
     image = f'<img alt="progress, and uses of the wall clock" src="{urls[0]}">'
     image = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls[1]}">{image}</picture>'
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    lines = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in lead)
-    body = f"<h1>{escape(title)}</h1>{lines}{image}{''.join(_section(*section) for section in sections)}"
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
+    lines = "".join(f"<p><strong>{_text(line)}</strong></p>" for line in lead)
+    body = f"<h1>{_text(title)}</h1>{lines}{image}{''.join(_section(*section) for section in sections)}"
     with replacing(path) as name:
-        Path(name).write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n')
+        html = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+        Path(name).write_text(html, encoding="utf-8")
+
+
+def _text(value: str) -> str:
+    return escape(escape_controls(value))
 
 
 def _section(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
     if not lines:
         return ""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in titles)
+    head = "".join(f"<th>{_text(cell)}</th>" for cell in titles)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<h2>{escape(title)}</h2><div><table><tr>{head}</tr>{body}</table></div>"
+    return f"<h2>{_text(title)}</h2><div><table><tr>{head}</tr>{body}</table></div>"

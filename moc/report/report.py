@@ -139,7 +139,12 @@ def seconds(value: float | None) -> str | None:
         return None
     if abs(value) >= 3600:
         return f"{value / 3600:.2f} h"
-    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1000:.3g} ms"
+    return f"{value:.2f} s" if abs(value) >= 0.9995 else f"{value * 1000:.3g} ms"
+
+
+def _figure(value: float) -> str:
+    """Returns three significant digits, or a whole number."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def _percent(share: float, digits: int = 2) -> str:
@@ -179,7 +184,7 @@ def _moves(run: Report) -> str | None:
 
 
 def _mean_and_most(spread: Spread | None) -> str | None:
-    return spread and f"{spread.mean:.3g}, {spread.most:g}"
+    return spread and f"{_figure(spread.mean)}, {_figure(spread.most)}"
 
 
 def _gauge(name: str, text: Callable[[Trend], str]) -> Cell:
@@ -198,9 +203,9 @@ def _share(part: str, total: str) -> Cell:
     """Returns a cell with the share of one gauge in another, by their means."""
 
     def cell(run: Report) -> str | None:
-        if part not in run.gauges:
+        if part not in run.gauges or not (base := run.gauges.get(total)) or not base.mean:
             return None
-        return _percent(run.gauges[part].mean / run.gauges[total].mean, 1)
+        return _percent(run.gauges[part].mean / base.mean, 1)
 
     return cell
 
@@ -272,9 +277,11 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "iterations": _iterations,
         "wall clock": lambda run: seconds(run.wall_s),
         "an iteration, undisturbed": lambda run: seconds(run.iteration_s),
-        "tokens": lambda run: f"{run.tokens:,}",
-        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
-        "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
+        "tokens": lambda run: f"{run.tokens:,}" if run.tokens else None,
+        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}" if run.tokens else None,
+        "tokens/s, undisturbed": lambda run: (
+            f"{run.tokens / run.iterations / run.iteration_s:,.0f}" if run.tokens and run.iteration_s > 0 else None
+        ),
         "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
         "loss, newest": lambda run: _join_counts(run.validation, "{:.4f}".format),
         "recovery is exact": lambda run: None if run.exact is None else "yes" if run.exact else "no",
@@ -308,8 +315,8 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "bytes an iteration, to peers": _per_iteration("replicated_bytes"),
         "not sent, identical on the peers": _per_iteration("not_sent_bytes"),
         "bytes an iteration, to storage": _per_iteration("persisted_bytes"),
-        "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
-        "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
+        "experts of each layer (S): mean, most": _highest("selective_experts", _figure),
+        "of these, copied to other nodes: mean, most": _highest("selective_copies", _figure),
         "of these, saved as gradients": _share("selective_gradients", "selective_experts"),
         "bases updated in the background": _saved(lambda saving: f"{saving.folded:,}", "folded"),
         "copied in bubbles": _saved(
@@ -338,16 +345,16 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "logs, for a while": _not_written("log"),
     },
     "missing from storage": {
-        "iterations: mean, most": _highest("storage_age", "{:.3g}".format),
-        "operators older than promised: mean, most": _highest("storage_overdue", "{:.3g}".format),
+        "iterations: mean, most": _highest("storage_age", _figure),
+        "operators older than promised: mean, most": _highest("storage_overdue", _figure),
     },
     "upstream logs": {
         "bytes: mean, most": _highest("upstream_log_bytes", human),
-        "iterations: mean, most": _highest("upstream_log_iterations", "{:.3g}".format),
+        "iterations: mean, most": _highest("upstream_log_iterations", _figure),
     },
     "experts": {
-        "maximum violation: first, last, mean": _trend("max_violation", "{:.3g}".format),
-        "highest layers at the end": lambda run: _highest_layers(run.violation_by_layer, "{:.3g}".format),
+        "maximum violation: first, last, mean": _trend("max_violation", _figure),
+        "highest layers at the end": lambda run: _highest_layers(run.violation_by_layer, _figure),
         "dropped tokens: mean, most": _highest("dropped_share", _percent),
         "layers that drop most at the end": lambda run: _highest_layers(
             {layer: share for layer, share in run.dropped_by_layer.items() if share}, _percent
@@ -356,9 +363,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
         "most of them": _worst_layers,
-        "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
-        "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
-        "at risk with all memory: mean, most": _highest("mlt_storage", "{:.3g}".format),
+        "at risk (MLT), in iterations: mean, most": _highest("mlt", _figure),
+        "at risk with a node's memory: mean, most": _highest("mlt_peers", _figure),
+        "at risk with all memory: mean, most": _highest("mlt_storage", _figure),
         "of the newest, made up by more capacity": lambda run: run.made_up and "{:,} of {:,}".format(*run.made_up),
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},

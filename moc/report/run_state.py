@@ -40,7 +40,7 @@ class Totals:
         """Adds an event."""
         self.count += 1
         for name, value in event.items():
-            if isinstance(value, int | float) and name != "time":
+            if isinstance(value, int | float) and name != "time" and -_MAX_SUMMAND <= value <= _MAX_SUMMAND:
                 self.sums[name] += value
 
     def sum(self, name: str) -> float:
@@ -59,7 +59,10 @@ FREQUENT_TYPES = ("iteration", "snapshot", "stall", "replicate", "persist", "rep
 """Types of events that may occur in each iteration."""
 
 _REQUIRED = {
-    "iteration": ("iteration", "elapsed_s"),
+    "iteration": ("iteration", "elapsed_s", "tokens"),
+    "snapshot": ("iteration",),
+    "replicate": ("iteration",),
+    "persist": ("iteration",),
     "start": ("iteration",),
     "stall": ("seconds",),
     "generation": ("reason", "noticed_s", "met_s"),
@@ -70,11 +73,14 @@ _REQUIRED = {
     "lost": ("raised_by",),
     "storage_silent": ("where", "waits"),
     "expert_replicas": ("least", "fewer", "experts", "wanted"),
+    "rebalance": ("busiest_after",),
+    "memory": ("own", "copies", "experts", "small", "logs"),
 }
 """By type, the fields that the state needs."""
 
 _DISTINGUISHING = ("action", "what", "tier", "cause", "split")
 _RECENT, _HISTORY = 100, 2000
+_MAX_SUMMAND = 1e300  # larger numbers, infinity and nan of a foreign file are not summed
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class RunState:
         recent: newest events of types that do not occur in each iteration.
         ended: reason of the exit, or of the loss that ended the job; None if it is not known, or training has begun
             since.
+        exit_code: exit code of that end; None if it is not known.
         time: Unix seconds of the newest event; 0 without events.
     """
 
@@ -125,6 +132,7 @@ class RunState:
     validation: Mapping[str, float]
     recent: tuple[Event, ...]
     ended: str | None
+    exit_code: int | None
     time: float
 
     @property
@@ -169,7 +177,7 @@ class RunFold:
         self._periods: list[tuple[int, float, list[float]]] = []  # workers, start, and times of iterations
         self._validation: dict[str, float] = {}
         self._recent: deque[Event] = deque(maxlen=_RECENT)
-        self._end_reason: str | None = None
+        self._end: Event = {}  # of the job; empty once training has begun since
         self._time = 0.0
 
     def add(self, event: Event) -> None:
@@ -200,7 +208,7 @@ class RunFold:
         elif kind == "evaluation":
             self._validation[event["split"]] = event["loss"]
         if kind in ("start", "exit", "end"):
-            self._end_reason = None if kind == "start" else event.get("reason")
+            self._end = {} if kind == "start" else event
 
     def snapshot(self) -> RunState:
         """Returns the state after all events that were added."""
@@ -224,7 +232,8 @@ class RunFold:
             periods=tuple(self._finished_periods()),
             validation=dict(self._validation),
             recent=tuple(self._recent),
-            ended=self._end_reason,
+            ended=self._end.get("reason"),
+            exit_code=self._end.get("code"),
             time=self._time,
         )
 
@@ -239,6 +248,10 @@ class RunFold:
         for workers, start, times in self._periods:
             if times:
                 yield Period(workers, start - began, times[0] - began, int(times[1]))
+
+
+NO_RUN = RunFold().snapshot()
+"""State without events."""
 
 
 def fold_events(events: Iterable[Event]) -> RunState:

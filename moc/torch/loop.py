@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Interruption, Job, World
 from moc.runtime.loss_record import generation_event
@@ -223,7 +223,7 @@ class ProtectedRun:
         self._interruption: Interruption | None = None
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
-        self._number, self._losses, self._started_at = 0, 0.0, 0.0
+        self._number, self._losses, self._started_at, self._reported_at = 0, 0.0, 0.0, 0.0
         self._is_finite: bool | None = None  # of the averaged gradients; None before they are averaged
         self._stop_requested = self._is_over = self._owes_step = self._is_finishing = False
         self.model: Any = loop.model
@@ -348,6 +348,35 @@ class ProtectedRun:
                     "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
                     "differ in rounding after a recovery. Fix: wrap with find_unused_parameters=True"
                 )
+        if (record := session.record) and self._log.events.newest("iteration").get("iteration") == record.iteration - 1:
+            self._report(record, 0.0)  # a lost rank 0 has completed it, and not reported it
+        self._log.events.write(
+            "start",
+            iteration=self._position.iteration,
+            run=session.run,
+            job=self._job.id,
+            term=self._job.term,
+            world_size=self.size,
+            parameters=sum(parameter.numel() for parameter in self._loop.model.parameters()),
+            startup_s={},
+        )
+        self._reported_at = time.perf_counter()
+
+    def _report(self, record: StepRecord, elapsed_s: float) -> None:
+        assert self._session is not None  # of the same generation
+        self._log.events.write(
+            "iteration",
+            iteration=record.iteration,
+            consumed_samples=self._position.consumed_samples,
+            loss=record.loss,
+            learning_rate=record.learning_rate,
+            grad_norm=None,  # the loop need not compute it
+            loss_scale=record.loss_scale,
+            skipped=record.skipped,
+            tokens=record.tokens,
+            elapsed_s=round(elapsed_s, 6),
+            **self._session.gauges,
+        )
 
     def step(self, loss: Tensor | float | None = None, stop: bool = False) -> bool:
         """Ends a batch; after the last one of an iteration, updates the model on all workers, or on none.
@@ -445,6 +474,9 @@ class ProtectedRun:
         session, (record, started_at), self._pending = self._session, self._pending, None
         assert session is not None  # of the same generation
         self._position = session.completed(record, started_at)
+        now = time.perf_counter()
+        self._report(record, now - self._reported_at)
+        self._reported_at = now
         self._engine.capture()
         self._stop_requested = record.stop
         progress("save")
@@ -466,6 +498,7 @@ class ProtectedRun:
         progress("save")
         session.flush()
         session.close()
+        self._log.events.write("exit", iteration=self._position.iteration, reason="done", code=0)
         self._job.leave()
         release(self._job.id)
         self._is_over = True
@@ -496,7 +529,7 @@ class _Log:
     """Messages and events of rank 0."""
 
     def __init__(self, rank: int, directory: str | None):
-        self._rank, self.events = rank, EventLog(directory if rank == 0 else None)
+        self._rank, self.events = rank, EventLog(event_directory(directory) if rank == 0 else None)
 
     def message(self, text: str) -> None:
         if self._rank == 0:

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from benchmarks.live.job import Events
+from moc.files.event_log import read_events
 from moc.inspect import verify
 from moc.policy.token_ledger import TokenLedger
+from moc.report.run_state import fold_events
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.test_pure_torch import running
@@ -55,8 +57,12 @@ def test_killed_loop_ends_with_undisturbed_weights(kind, tmp_path):
     if kind in ("plain", "ddp"):  # with partitioned state, all may load the last snapshot
         assert f"{'2 workers keep' if kind == 'ddp' else '1 worker keeps'}" in console, console
     if kind == "plain":
-        losses = Events(tmp_path / "killed" / "run" / "log" / "events.jsonl").of("generation")
+        log = tmp_path / "killed" / "run" / "log"
+        losses = Events(log / "events.jsonl").of("generation")
         assert [(loss["rank"], loss["signal"]) for loss in losses] == [(1, 9), (0, 9)], console
+        state = fold_events(read_events(log))
+        assert (len(state.recoveries), state.is_recovering, state.ended) == (2, False, "done")
+        assert sorted(state.iterations) == list(range(1, ITERATIONS + 1))
         assert verify.main([str(tmp_path / "killed" / "run" / "snapshots")]) == 0
     assert killed == train(tmp_path / "undisturbed", kind)[0], console
 

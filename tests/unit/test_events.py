@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moc.errors import codes_in
@@ -35,6 +36,13 @@ def test_numbers_missing_in_json_are_null(tmp_path):
     EventLog(tmp_path).write("iteration", loss=math.nan, grad_norm=math.inf, tokens=5)
     event = json.loads(lines(tmp_path)[0])
     assert (event["loss"], event["grad_norm"], event["tokens"]) == (None, None, 5)
+
+
+def test_values_missing_in_json_do_not_end_training(tmp_path):
+    number, loads = np.float32(0.5), {"0": math.nan, "1": 1.0}
+    EventLog(tmp_path).write("iteration", gauge=number, max_violation_by_layer=loads, other={1, 2})
+    event = json.loads(lines(tmp_path)[0], parse_constant=pytest.fail)
+    assert (event["gauge"], event["max_violation_by_layer"], event["other"]) == (0.5, {"0": None, "1": 1.0}, "{1, 2}")
 
 
 def test_event_that_violates_schema_is_reported_once(tmp_path):

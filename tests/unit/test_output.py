@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +25,18 @@ PROGRAMS = sorted(
 HOSTILE = "a\x1b[2J\x07\x08\r\x7f\x85\x9b31m\u202e\u2028\udcff\nb"
 PRINTS = {"traceback.print_exc", "traceback.print_exception", "logging.basicConfig", "Console", "rich.print", "pprint"}
 STREAMS = {"sys.stdout", "sys.stderr"}
+
+
+def test_reader_that_ends_is_no_error():
+    code = (
+        "import sys\nfrom moc.cli_output import escapes_output, print_lines\n"
+        "@escapes_output\ndef main():\n    while True: print_lines('x' * 1000)\n"
+        "sys.exit(main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert (process.communicate()[1], process.returncode) == (b"", 1)
 
 
 def is_clean(text: str) -> bool:

@@ -29,6 +29,7 @@ def test_failing_drawing_leaves_no_picture(tmp_path):
         (["a/full/log", "a/sparse/log"], ["full/log", "sparse/log"]),
         (["a/x", "b/y"], ["x", "y"]),
         (["runs/log"], ["runs/log"]),
+        (["x\udcff\x1b[2J"], ["x\\udcff\\x1b[2J"]),
         (["a/x", "b/x", "b/x"], ["a/x", "b/x (1)", "b/x (2)"]),
     ],
 )
@@ -42,11 +43,11 @@ def test_close_losses_share_label_with_seconds():
         panel.plot([0, 100], [0, 1])
         add_marks(
             panel,
-            [LossMark(10, "worker 1 killed", 2.0, 8), LossMark(50, "b", 3.0, 47), LossMark(52, "c", 4.0, 48)],
+            [LossMark(10, "worker 1 killed\udcff", 2.0, 8), LossMark(50, "b", 3.0, 47), LossMark(52, "c", 4.0, 48)],
             "C0",
         )
         first, both = (text.get_text() for text in panel.texts)
-        assert first.startswith("worker 1 killed") and "2 s" in first
+        assert first.startswith("worker 1 killed\\udcff") and "2 s" in first
         assert both.startswith("2 losses") and "7 s" in both
         assert len(panel.patches) == 3
         pyplot.close(figure)

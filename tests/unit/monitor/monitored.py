@@ -25,6 +25,7 @@ def control(generation=0, nodes=1, vacant=(), end=None):
         "vacant": list(vacant),
         "members": list(range(nodes)),
         "helpers": [],
+        "losses": ["", []],
         "end": end,
     }
     return {"epoch": 1, "version": generation, "job": "4ab2", "membership": membership, "doors": {}}

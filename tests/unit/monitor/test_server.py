@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from moc.errors import codes_in
+from moc.monitor import server
 from moc.monitor.job_view import JobView
 from moc.monitor.page import render_content
 from moc.monitor.problems import find_problems
@@ -54,7 +56,10 @@ def test_torn_and_replaced_files_and_unknown_lines_are_read(monitored):
     monitored.until(lambda: monitored.metrics().get("moc_iteration"))
     with open(monitored.events, "a") as file:
         file.write(whole[len(whole) // 2 :] + '{"type": "iteration"}\nnot JSON\n[]\n')
-    monitored.until(lambda: monitored.metrics().get("moc_iteration") == 4)
+        file.writelines(f'{{"type": "{kind}", "time": 1.0}}\n' for kind in ("memory", "rebalance", "persist"))
+        file.write(f'{{"type": "unknown", "time": {story.now}, "number": 1{"0" * 400}, "other": NaN}}\n')
+    monitored.until(lambda: monitored.metrics().get('moc_events_total{type="unknown"}'))
+    assert monitored.metrics()["moc_iteration"] == 4 and monitored.get()[0] == 200
     monitored.events.unlink()
     monitored.write(Story().start().usual(2).events)
     monitored.until(lambda: monitored.metrics().get("moc_iteration") == 2)
@@ -87,7 +92,7 @@ class Tags(HTMLParser):
         self.names.update(name for name, _ in attrs)
 
 
-HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\x1b[2J"
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\x1b[2J\udcff"
 
 
 def test_foreign_strings_are_escaped(monitored):
@@ -100,7 +105,7 @@ def test_foreign_strings_are_escaped(monitored):
     found = Tags(html)
     assert found.tags.isdisjoint({"img", "iframe", "style"}) and not [n for n in found.names if n.startswith("on")]
     assert html.count("<script") == 1 and "script-src 'self'" in headers["Content-Security-Policy"]
-    assert monitored.get("/metrics", "metrics")[0] == 200
+    assert monitored.get("/metrics", "metrics")[0] == 200 and monitored.get("/state")[0] == 200 and "\x1b" not in html
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,15 @@ def test_foreign_strings_are_escaped(monitored):
 )
 def test_host_header_must_name_this_machine(monitored, host, status):
     assert monitored.get(Host=host)[0] == status
+
+
+def test_slow_name_server_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("socket.getfqdn", lambda: asked.append(1) or "node.example")
+    server._names_of_machine.cache_clear()
+    assert [server.is_known_host(host, "") for host in ("node.example:80", "evil.example", "x")] == [True, False, False]
+    server._names_of_machine.cache_clear()
+    assert len(asked) == 1
 
 
 def test_monitor_is_read_only(monitored):
@@ -137,7 +151,11 @@ def test_token_is_required_beyond_loopback(tmp_path):
         status, _, headers = monitored.get("/?token=a%20secret")
         assert status == 200 and "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
         assert monitored.get("/state", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
-        assert "a secret" not in monitored.console
+        assert monitored.get("/?token=a%20secret", Cookie="moc_token=earlier")[0] == 200  # of another job
+        with socket.create_connection(("127.0.0.1", monitored.port("dashboard"))) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
+            assert b" 401 " in client.recv(1000)
+        assert "a secret" not in monitored.console and "Traceback" not in monitored.console
 
 
 def test_used_port_is_reported_and_other_server_works(tmp_path):
@@ -151,14 +169,14 @@ def test_used_port_is_reported_and_other_server_works(tmp_path):
 
 
 def test_hook_gets_each_event_once_and_its_failure_is_harmless(tmp_path):
-    story = Story().start().usual(3).generation(1.0).resume(1.0)
+    story = Story().start().usual(3).tell("no\0name").generation(1.0).resume(1.0)
     passed = tmp_path / "passed"
     with Monitored(tmp_path / "a", "--on-event", f'test "$MOC_EVENT" != resume && cat >> {passed}') as monitored:
         monitored.write(story.events)
         counted = 'moc_hook_commands_total{result="failed"}'
-        monitored.until(lambda: monitored.metrics()[counted] == 1)
+        monitored.until(lambda: monitored.metrics()[counted] == 2)
         assert monitored.metrics()['moc_hook_commands_total{result="done"}'] == 2
-        monitored.until(lambda: codes_in(monitored.console) == ["hook-failed"])
+        monitored.until(lambda: codes_in(monitored.console) == ["hook-failed"] * 2)
     told = passed.read_text().replace("}{", "}\n{").splitlines()
     assert [json.loads(line)["type"] for line in told] == ["start", "generation"]
 
@@ -208,6 +226,43 @@ def test_problems_are_found_and_healthy_run_has_none():
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
 
+def test_end_and_earlier_launch_are_distinguished():
+    lost = Story().tell("start", iteration=0, job="earlier", world_size=4).usual(20).generation(1.0)
+    ended = Story().start().usual(20).generation(1.0).tell("end", 1.0, reason="worker 2 was killed", code=137)
+    texts = [
+        [problem.text for problem in find_problems(fold_events(story.events), JobView(), story.now)]
+        for story in (lost, ended)
+    ]
+    assert "Training is interrupted" in texts[0][0] and "node 1" in texts[0][0]
+    assert texts[1] == ["The job has ended with code 137: worker 2 was killed"]
+    restarted = JobView().updated(agent_state(), lost.now)
+    summary = summarize(fold_events(lost.events), restarted, lost.now + 7200.0)
+    assert (summary.status, summary.problems) == ("starting", ())
+
+
+def test_loss_is_named_before_its_event():
+    healthy = Story().start().usual(20)
+    message, loss = agent_state(generation=1), dict(generation=1, reason="worker 5 was killed by signal 9", node=3)
+    message["control"]["membership"]["losses"] = ["", [loss]]
+    view = JobView().updated(agent_state(), healthy.now).updated(message, healthy.now + 1.0)
+    (problem,) = find_problems(fold_events(healthy.events), view, healthy.now + 1.0)
+    assert "worker 5 was killed by signal 9, on node 3" in problem.text
+
+
+class Unsearched(list):
+    """A list that is not searched for each of its elements."""
+
+    def __contains__(self, value):
+        raise AssertionError(value)
+
+
+def test_members_are_not_searched_for_each_node():
+    message = agent_state(nodes=5, vacant=[4])
+    message["control"]["membership"]["members"] = Unsearched([0, 1, 3])
+    states = JobView().updated(message, 1.0).states
+    assert [*states.values()] == ["training", "training", "not training", "training", "lost"]
+
+
 def test_risks_of_a_running_job_are_problems():
     """Each is critical, and no other problem is shown."""
     counts = dict(least=1, fewer=4, experts=8, wanted=2)
@@ -236,6 +291,21 @@ def test_node_without_the_events_names_the_one_that_has_them():
     job = JobView().updated(agent_state(nodes=2) | {"node": 1}, 1.0)
     (problem,) = find_problems(fold_events([]), job, 2.0)
     assert "node 0" in problem.text and summarize(fold_events([]), job, 2.0).status == "iteration 9"
+
+
+def test_counters_never_decrease():
+    """The excess of a recovery's first iteration follows the median of all iterations, which changes."""
+    from moc.monitor.metrics import render_metrics
+
+    story = Story().start().usual(20).generation(1.0).resume(1.0).start(1.0).train(3.0)
+    scrapes = []
+    for seconds, count in ((1.0, 10), (2.0, 100)):
+        state = fold_events(story.train(*[seconds] * count).events)
+        text = render_metrics(state, JobView(), story.now, {}).decode()
+        counters = tuple(re.findall(r"# TYPE (\S+) counter", text))
+        scrapes.append({name: value for name, value in parse_metrics(text).items() if name.startswith(counters)})
+    first, second = scrapes
+    assert first and all(second[name] >= value for name, value in first.items())
 
 
 def test_mfu_is_shown_if_known():

@@ -393,7 +393,7 @@ def test_report_program_writes_figures_and_pictures(log, tmp_path, capsys):
 
 
 def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
-    hostile = "<script src='http://evil.example'></script>"
+    hostile = "<script src='http://evil.example'></script>\udcff"
     story = saved().tell("choice", iteration=11, ckpt_policy=hostile, reason=hostile).usual(1)
     output = tmp_path / "report.html"
     assert tool.main([str(log(story, "run & <b>")), "--html", str(output)]) == 0
@@ -403,11 +403,25 @@ def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
     assert "worker-lost, signal 9" in html and "until started again" not in html
 
 
+def test_torn_first_line_and_iteration_without_duration_are_read(tmp_path, capsys):
+    story = Story().start().train(0.0).tell("save", 1.0, elapsed_s=1.0)
+    lines = ['{"type": "mem', *map(json.dumps, story.events)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    assert tool.main([str(tmp_path)]) == 0 and "undisturbed" in capsys.readouterr().out
+
+
+def test_figures_are_readable_numbers():
+    assert [tool.seconds(value) for value in (0.9996, 0.9994, 3600.0)] == ["1.00 s", "999 ms", "1.00 h"]
+    story = Story().start().usual(10).generation(1.0).resume(1.0, kept=9999).start(1.0).usual(2)
+    told = {name: cells[0] for name, cells in lines(story.report).items()}
+    assert told["faults and recoveries/workers that kept their state: mean, most"] == "9,999, 9,999"
+
+
 @each_row(
     ("written", "message"),
     [
         (None, "events.jsonl: No such file"),
-        ("loss: 3\n", "line 1"),
+        ("loss: 3\n", "[events-invalid]"),
         ('{"type": "exit", "time": 1.0, "iteration": 0}\n', "[run-too-short]"),
         ('{"type": "iteration", "time": 1.0, "iteration": 1}\n', "elapsed_s"),
     ],
