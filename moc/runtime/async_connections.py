@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from moc.runtime.connections import (
     HANDSHAKE_TIMEOUT_S,
     RETRY_S,
+    decisive_failure,
     format_address,
     listening_socket,
     peer_name,
@@ -285,7 +286,7 @@ class Server:
 
 
 async def _dial(address: str, channel: Channel) -> socket.socket:
-    failure = OSError(f"{address} stands for no address")
+    failures = [OSError(f"{address} stands for no address")]
     for family, socket_address in await asyncio.to_thread(resolve, address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -297,11 +298,11 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
             return sock
         except OSError as error:
             sock.close()
-            failure = error
+            failures.append(error)
         except BaseException:
             sock.close()
             raise
-    raise failure
+    raise decisive_failure(failures)
 
 
 async def _connect(sock: socket.socket, socket_address: tuple | str) -> None:
