@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.connections import InterfaceError, interface_address
-from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
+from moc.runtime.controller_link import DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
 from moc.runtime.loss_record import unwritten
@@ -41,7 +42,7 @@ from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, ProgramError, check_arguments, find_program
 from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
-from moc.runtime.termination import DEPARTED, LOST
+from moc.runtime.termination import DEPARTED, LOST, STOP_SIGNALS
 from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
@@ -303,8 +304,11 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
         _make_log_dir(flags.log_dir)
     elif flags.run_log_dir is not None:
         flags = dataclasses.replace(flags, log_dir=flags.run_log_dir / _WORKER_LOGS)  # made by the first worker
-    async with MonitorProcess(flags.monitor) as monitor:
-        return await _run_node(flags, token, signals, reports, monitor)
+    try:
+        async with MonitorProcess(flags.monitor) as monitor:
+            return await _run_node(flags, token, signals, reports, monitor)
+    finally:  # the job has its exit code, which a signal does not change
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 async def _run_node(
@@ -381,7 +385,7 @@ async def _run_agent(
                 _log.error("%s", stop_message(agent.stopped_by, code, agent.iteration))
             return code, led
         except DependencyLostError as error:
-            if not rejoins or isinstance(error, NodeRemovedError):
+            if not rejoins or isinstance(error, (NodeRemovedError, NoControllerError)):
                 raise
             rejoins -= 1
             _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
@@ -425,7 +429,10 @@ def main() -> int:
         except (TakenError, ProgramError) as error:
             print_lines(f"mocrun: error: {with_code(error)}", error=True)
             return REFUSED_EXIT_CODE
-    return launch(flags, reports=not is_spare)
+    code = launch(flags, reports=not is_spare)
+    end_on_signals(lambda _: None, lambda _: os._exit(code))  # while the interpreter ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """The launcher's command line."""
 
+import asyncio
 import json.tool
 import os
+import signal
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -9,8 +12,13 @@ from pathlib import Path
 import pytest
 
 import moc
+from moc import launch
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
+from moc.runtime.child_processes import Signals
+from moc.runtime.controller_link import NoControllerError
+from moc.runtime.flags import MonitorFlags
+from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, ProgramError, check_arguments
 from moc.runtime.progress import HANG_CAPS
 from tests.cases import each_row
@@ -221,3 +229,46 @@ def test_program_that_is_not_python_is_refused_at_start(tmp_path):
     script.write_text("no python")
     with pytest.raises(ProgramError):
         check_arguments(parse([str(script), "--word"]))
+
+
+TEARDOWN = """
+import atexit, os, sys
+from moc import launch
+
+async def end(*_):
+    return 75
+
+launch._run_node = end
+atexit.register(os.kill, os.getpid(), int(sys.argv.pop()))
+if __name__ == "__main__":
+    sys.exit(launch.main())
+"""
+
+
+def test_signal_during_teardown_keeps_the_exit_code(tmp_path):
+    """Else a batch system would take a job that has saved its state for a failed one."""
+    (tmp_path / "launcher.py").write_text(TEARDOWN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        command = [sys.executable, tmp_path / "launcher.py", __file__, str(int(number))]
+        assert subprocess.run(command, cwd=moc.__path__[0] + "/..", check=False).returncode == 75
+
+
+def test_node_without_controller_does_not_wait_again(monkeypatch):
+    attempts = []
+
+    class Agent:
+        def __init__(self, *_):
+            self.signal = self.describe = None
+
+        async def run(self):
+            attempts.append(self)
+            raise NoControllerError("none. Fix: start one")
+
+    monkeypatch.setattr(launch, "Agent", Agent)
+
+    async def run():
+        await launch._run_agent(parsed(*ENDPOINT), [], b"", Signals(), False, MonitorProcess(MonitorFlags()), rejoins=2)
+
+    with pytest.raises(NoControllerError):
+        asyncio.run(run())
+    assert len(attempts) == 1
