@@ -367,12 +367,14 @@ def retry_connect[T](
 
 
 def _dial(address: str, deadline: float) -> socket.socket:
-    failures = [OSError(f"{address} stands for no address")]
-    for family, socket_address in resolve(address):
+    """Connects to the first address of a host that answers; each has an equal share of the remaining time."""
+    failures, addresses = [OSError(f"{address} stands for no address")], resolve(address)
+    for tried, (family, socket_address) in enumerate(addresses):
         sock = socket.socket(family, socket.SOCK_STREAM)
+        now = time.monotonic()
         try:
             with short_socket_address(socket_address) as target:
-                _connect(sock, target, deadline)
+                _connect(sock, target, now + (deadline - now) / (len(addresses) - tried))
             set_tcp_options(sock)
             return sock
         except OSError as error:

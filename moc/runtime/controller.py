@@ -181,7 +181,7 @@ TAKEOVER_WAIT_S = 0.8
 """Seconds that a new leader waits for its predecessor's agents."""
 
 STEPPED_DOWN = 77
-"""Exit code of a controller that is no longer the leader; its launcher restarts it as a candidate."""
+"""Exit code of a controller that is no longer the leader; it is started again as a candidate."""
 
 _TICK_S = 0.05
 
@@ -724,13 +724,7 @@ def _parse_candidate(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-@escapes_output
-def main() -> int:
-    """Runs the controller as a separate process; returns the exit code."""
-    arguments = parser().parse_args()
-    if arguments.listen_fd is not None:  # started by a launcher, not standalone
-        attach_to_parent()
-    log_to_stderr()
+def _make_controller(arguments: argparse.Namespace) -> Controller:
     index, candidates = arguments.candidate
     minimum, maximum = arguments.nnodes
     membership = Membership(
@@ -743,12 +737,24 @@ def main() -> int:
     nodes, limits = maximum + arguments.spares, SilenceLimits(arguments.silence_timeout)
     min_voters = 0 if minimum == maximum else max(minimum, (nodes + 1) // 2)
     election = Election(index, candidates, nodes, limits, min_voters=min_voters)
-    controller = Controller(membership, election, arguments.max_wait, arguments.grow_wait)
-    listener = None if arguments.listen_fd is None else socket.socket(fileno=arguments.listen_fd)
+    return Controller(membership, election, arguments.max_wait, arguments.grow_wait)
+
+
+@escapes_output
+def main() -> int:
+    """Runs the controller as a separate process; returns the exit code."""
+    arguments = parser().parse_args()
+    is_standalone = arguments.listen_fd is None
+    if not is_standalone:
+        attach_to_parent()
+    log_to_stderr()
+    listener = None if is_standalone else socket.socket(fileno=arguments.listen_fd)
     try:
-        return asyncio.run(
-            controller.run(arguments.listen, token_from_environment(), arguments.beyond_loopback, listener)
-        )
+        while True:
+            run = _make_controller(arguments).run
+            code = asyncio.run(run(arguments.listen, token_from_environment(), arguments.beyond_loopback, listener))
+            if code != STEPPED_DOWN or not is_standalone:  # a launcher starts another process
+                return code
     except BrokenPipeError:
         return 1  # its launcher has ended, for example by SIGINT, and reports the cause
     except (UserError, OSError) as error:

@@ -359,6 +359,29 @@ def test_resumed_controller_does_not_time_out_its_agents(tmp_path):
     asyncio.run(main())
 
 
+def test_standalone_controller_stands_for_election_again():
+    """No launcher starts it again when another controller leads."""
+
+    async def main():
+        job = Job()
+        flags = ["--listen", job.address, "--nnodes", "1", "--nproc-per-node", "1", "--candidate", "0/2"]
+        environment = os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
+        command = [sys.executable, "-m", "moc.runtime.controller", *flags]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as controller:
+            try:
+                first = await job.agent(0)
+                await hears(first, "start")
+                await tell(first, "promise", epoch=1, free_in=0.0)  # of the other candidate
+                with pytest.raises(PeerGoneError):
+                    await hears(first, "end")
+                await hears(await job.agent(0, state=first.state), "start")
+                assert controller.poll() is None
+            finally:
+                controller.kill()
+
+    asyncio.run(main())
+
+
 @each_row("started, code", [(True, SAVED), (False, LOST)])
 def test_missing_node_ends_job_after_timeout(started, code, monkeypatch):
     monkeypatch.setattr("moc.runtime.controller.MIN_JOIN_TIMEOUT_S", 600.0 if started else 0.0)
