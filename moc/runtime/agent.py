@@ -484,17 +484,18 @@ class Agent:
                     self._check_section(worker, worker.section, worker.section_s + silent_s)
 
     def _check_forkserver(self) -> None:
-        """Raises DependencyLostError if the forkserver was silent for ``silence_s``, otherwise sends a health check."""
-        if self._forkserver_answered_at is None:
-            return
-        silence_s = self._flags.silence_timeout_s
-        if self._clock.now - self._forkserver_answered_at > silence_s:
+        """Raises DependencyLostError if the forkserver was silent for too long, otherwise sends a health check."""
+        imports = self._forkserver_answered_at is None
+        flag = "--hang-timeout setup" if imports else "--silence-timeout"
+        silence_s = self._flags.hang_caps["setup"] if imports else self._flags.silence_timeout_s
+        if self._clock.now - (self._forkserver_answered_at or 0.0) > silence_s:
             raise DependencyLostError(
                 f"the process that workers are forked from has not answered for {silence_s:g} s. Fix: raise "
-                "--silence-timeout, or look at the load of this machine",
+                f"{flag}, or look at the load of this machine",
                 code="zygote-lost",
             )
-        self._send_to_forkserver({"ask": True})
+        if not imports:
+            self._send_to_forkserver({"ask": True})
 
     def _wait_for_death(self, worker: _WorkerProcess) -> None:
         """Reports a worker as ended if it outlives :data:`KILL_TIMEOUT_S`: a file system may block its thread."""

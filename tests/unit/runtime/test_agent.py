@@ -103,3 +103,14 @@ def test_worker_that_ended_before_it_was_killed_ends_no_node(tmp_path):
             await node.handling
 
     with_node(tmp_path, body)
+
+
+def test_forkserver_that_hangs_in_its_imports_ends_node(tmp_path):
+    async def body(node):
+        node.agent._clock.now = 3599.0
+        node.agent._check_forkserver()
+        node.agent._clock.now = 3601.0
+        with raises("zygote-lost", "--hang-timeout setup"):
+            node.agent._check_forkserver()
+
+    with_node(tmp_path, body)
