@@ -34,7 +34,7 @@ from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.connections import InterfaceError, interface_address
-from moc.runtime.controller_link import DependencyLostError, NoControllerError, NodeRemovedError
+from moc.runtime.controller_link import DepartureError, DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
 from moc.runtime.loss_record import unwritten
@@ -332,9 +332,21 @@ async def _run_node(
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)
             return code
+        except NodeRemovedError as error:
+            if not isinstance(error, DepartureError) and _others_need_controller(flags):
+                _log.error("%s; this launcher ends after the job, since it runs the only controller", error)
+                with contextlib.suppress(StoppedError):
+                    await signals.cancel_on_signal(asyncio.wait([keeping]))
+            raise
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+def _others_need_controller(flags: LauncherFlags) -> bool:
+    """Returns whether the other nodes continue without this one, but not without its controller."""
+    can_continue = flags.spares > 0 or flags.min_nodes < flags.nnodes
+    return can_continue and len(flags.endpoints) == 1 and not flags.is_single_machine
 
 
 def _make_log_dir(directory: Path) -> None:

@@ -114,7 +114,7 @@ class Follower:
         self._contact_times[self.epoch % self.candidates] = self._newest_contact = now
 
     def record_admission(self) -> None:
-        """Records that a leader has admitted this process, so that nobody relies on an earlier process of this node.
+        """Records that a leader has admitted this process: no candidate relies on an earlier process of this node.
 
         A majority has followed the leader since this process connected (:meth:`Election.may_admit`).
         """

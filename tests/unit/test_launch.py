@@ -16,7 +16,7 @@ from moc import launch
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
 from moc.runtime.child_processes import Signals
-from moc.runtime.controller_link import NoControllerError
+from moc.runtime.controller_link import NoControllerError, NodeRemovedError
 from moc.runtime.flags import MonitorFlags
 from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, ProgramError, check_arguments
@@ -272,3 +272,38 @@ def test_node_without_controller_does_not_wait_again(monkeypatch):
     with pytest.raises(NoControllerError):
         asyncio.run(run())
     assert len(attempts) == 1
+
+
+@each_row("flags, waits", [(("--spares", "1"), True), ((), False)])
+def test_removed_node_runs_the_only_controller_until_the_job_ends(flags, waits, monkeypatch):
+    ended = []
+
+    class Controller:
+        def __init__(self, *_):
+            self.endpoints = ["node0:29500"]
+
+        async def start(self):
+            pass
+
+        async def run(self):
+            await asyncio.sleep(0.2)
+            ended.append(self)
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+    async def removed(*_, **__):
+        raise NodeRemovedError("worker 0 had a broken device. Fix: look at it", code="device-broken")
+
+    monkeypatch.setattr(launch, "ControllerProcess", Controller)
+    monkeypatch.setattr(launch, "_run_agent", removed)
+
+    async def run():
+        await launch._run_node(parsed(*ENDPOINT, *flags), b"", Signals(), False, MonitorProcess(MonitorFlags()))
+
+    with pytest.raises(NodeRemovedError):
+        asyncio.run(run())
+    assert bool(ended) == waits
