@@ -28,12 +28,12 @@ from pathlib import Path
 
 import moc
 from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.errors import UserError, with_code
+from moc.errors import UserError, warning, with_code
 from moc.files.event_log import EVENTS_FILE, append_event, newest_event
 from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
-from moc.runtime.connections import InterfaceError, interface_address
+from moc.runtime.connections import InterfaceError, interface_address, is_loopback
 from moc.runtime.controller_link import DepartureError, DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
@@ -197,7 +197,7 @@ def _mistakes(
         )
     seconds = dict(silence_timeout=1, patience=1, max_wait=0, grow_wait=0, drain_seconds=0)
     for name, minimum in seconds.items():
-        if getattr(own, name) < minimum:
+        if not getattr(own, name) >= minimum:  # also if it is NaN
             yield _out_of_range(name, getattr(own, name), f"at least {minimum}, in seconds")
     if (max_nodes > 1 or own.node_rank > 0) and address is None:
         yield UserError(
@@ -267,6 +267,20 @@ def warning_of_one_endpoint(flags: LauncherFlags) -> str | None:
     )
 
 
+def warning_of_loopback(flags: LauncherFlags, bound_address: str) -> str | None:
+    """Returns the warning of a node whose host name is a loopback address there, as in Debian's ``/etc/hosts``."""
+    endpoint, bound_host = flags.endpoints[flags.node_rank], bound_address.rpartition(":")[0]
+    if flags.is_single_machine or not flags.has_other_nodes or is_loopback(endpoint.rpartition(":")[0]):
+        return None
+    if not is_loopback(bound_host):
+        return None
+    return warning(
+        f"other machines cannot connect to {endpoint} of --rdzv-endpoint, which is {bound_host} on this machine. Fix: "
+        "name its address in the network, or correct /etc/hosts",
+        code="address-not-of-machine",
+    )
+
+
 def launch(flags: LauncherFlags, reports: bool = True) -> int:
     """Runs this node's part of a job to its end; returns the exit code.
 
@@ -275,8 +289,8 @@ def launch(flags: LauncherFlags, reports: bool = True) -> int:
         reports: whether to print the effect of a signal that stops the job; a spare leaves this to its launcher.
     """
     log_to_stderr(logging.INFO)
-    if (warning := warning_of_one_endpoint(flags)) is not None:
-        _log.warning(warning)
+    if (problem := warning_of_one_endpoint(flags)) is not None:
+        _log.warning(problem)
     try:
         return asyncio.run(_run(flags, _token(flags), reports))
     except StoppedError as error:
@@ -321,6 +335,8 @@ async def _run_node(
             await signals.cancel_on_signal(controller.start())
         except OSError as error:
             raise _unusable(flags.endpoints[flags.node_rank], error) from None
+        if (problem := warning_of_loopback(flags, controller.bound_address)) is not None:
+            _log.warning("%s", problem)
         endpoints = controller.endpoints
         keeping = asyncio.create_task(controller.run())
         local_spares = range(1, flags.spares + 1) if flags.is_single_machine else ()
@@ -334,7 +350,7 @@ async def _run_node(
             return code
         except NodeRemovedError as error:
             if not isinstance(error, DepartureError) and _others_need_controller(flags):
-                _log.error("%s; this launcher ends after the job, since it runs the only controller", error)
+                _log.error("this launcher ends after the job, since it runs the only controller: %s", error)
                 with contextlib.suppress(StoppedError):
                     await signals.cancel_on_signal(asyncio.wait([keeping]))
             raise

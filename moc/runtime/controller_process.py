@@ -50,7 +50,7 @@ class ControllerProcess:
         return self.endpoints[self._flags.node_rank]
 
     @property
-    def _bound_address(self) -> str:
+    def bound_address(self) -> str:
         """Numeric address of the listening socket, which needs no name service."""
         assert self._listener is not None  # it was opened
         return format_address(self._listener.family, self._listener.getsockname())
@@ -66,7 +66,7 @@ class ControllerProcess:
         beyond_loopback = host not in ("127.0.0.1", "localhost", "[::1]")
         if self._listener is None:  # stays open in this process to reserve the port across restarts
             self._listener = await asyncio.to_thread(listening_socket, self._address, beyond_loopback)
-            self.endpoints[self._flags.node_rank] = f"{host}:{self._bound_address.rpartition(':')[2]}"
+            self.endpoints[self._flags.node_rank] = f"{host}:{self.bound_address.rpartition(':')[2]}"
         flags, descriptor = self._flags, self._listener.fileno()
         self._process = await child_processes.start_reporting(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
@@ -108,7 +108,7 @@ class ControllerProcess:
         """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
         hangs_s = SilenceLimits(self._flags.silence_timeout_s).controller_timeout_s
-        address = self._bound_address
+        address = self.bound_address
         reason = await child_processes.wait_or_kill(self._process, address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
         return None if code == 0 else "" if code == STEPPED_DOWN else reason

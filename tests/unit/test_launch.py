@@ -14,7 +14,7 @@ import pytest
 import moc
 from moc import launch
 from moc.errors import codes_in
-from moc.launch import parse, warning_of_one_endpoint
+from moc.launch import parse, warning_of_loopback, warning_of_one_endpoint
 from moc.runtime.child_processes import Signals
 from moc.runtime.controller_link import NoControllerError, NodeRemovedError
 from moc.runtime.flags import MonitorFlags
@@ -122,6 +122,23 @@ def test_single_controller_candidate_is_announced(flags, names):
 
 
 @each_row(
+    "flags, bound, warns",
+    [
+        (("--nnodes", "2", *ENDPOINT), "127.0.1.1:29500", True),
+        (("--nnodes", "2", *ENDPOINT), "192.0.2.1:29500", False),
+        (("--nnodes", "2", "--rdzv-endpoint", "localhost:1"), "127.0.0.1:1", False),
+        (ENDPOINT, "127.0.1.1:29500", False),
+    ],
+)
+def test_endpoint_that_only_this_machine_reaches_is_announced(flags, bound, warns):
+    line = warning_of_loopback(parsed(*flags), bound)
+    assert (line is not None) == warns
+    assert (
+        line is None or codes_in(line) == ["address-not-of-machine"] and "node0:29500" in line and "127.0.1.1" in line
+    )
+
+
+@each_row(
     "flags, code, named",
     [
         (("--nnodes", "2"), "rendezvous-missing", "--rdzv-endpoint"),
@@ -136,6 +153,7 @@ def test_single_controller_candidate_is_announced(flags, names):
         (("--network-interface", "nosuch0"), "network-interface-missing", "nosuch0"),
         (("--silence-timeout", "0"), "value-out-of-range", "--silence-timeout is 0"),
         (("--max-wait", "-1"), "value-out-of-range", "--max-wait is -1"),
+        (("--patience", "nan"), "value-out-of-range", "--patience is nan"),
         (("--nproc-per-node", "two"), "flag-invalid", "--nproc-per-node"),
     ],
 )
@@ -280,7 +298,7 @@ def test_removed_node_runs_the_only_controller_until_the_job_ends(flags, waits, 
 
     class Controller:
         def __init__(self, *_):
-            self.endpoints = ["node0:29500"]
+            self.endpoints, self.bound_address = ["node0:29500"], "192.0.2.1:29500"
 
         async def start(self):
             pass

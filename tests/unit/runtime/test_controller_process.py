@@ -93,7 +93,7 @@ def test_controller_outlives_name_service_and_failed_start(monkeypatch, caplog):
             assert controller._process.pid == first
             monkeypatch.setattr(child_processes, "start_reporting", start_or_fail)
             os.kill(first, signal.SIGKILL)
-            await asyncio.wait_for(answers(controller._bound_address), 60)
+            await asyncio.wait_for(answers(controller.bound_address), 60)
             assert controller._process.pid != first and not keeping.done()
             keeping.cancel()
 
