@@ -293,7 +293,7 @@ def test_node_without_controller_does_not_wait_again(monkeypatch):
 
 
 @each_row("flags, waits", [(("--spares", "1"), True), ((), False)])
-def test_removed_node_runs_the_only_controller_until_the_job_ends(flags, waits, monkeypatch):
+def test_removed_node_runs_only_controller_until_job_ends(flags, waits, monkeypatch):
     ended = []
 
     class Controller:

@@ -70,7 +70,7 @@ def test_unauthenticated_connections_are_closed(connected):
         late.connect(listener.getsockname())
 
 
-def test_ranks_wait_for_each_other_over_a_constant_number_of_values():
+def test_ranks_wait_over_a_constant_number_of_values():
     """With a value of each rank, which all ranks read, the store's work would grow with the square of the ranks."""
     store, ranks = HashStore(), list(range(8))
     generations = [Generation(3, lambda: store, torch.device("cpu")) for _ in ranks]
