@@ -133,9 +133,7 @@ def within(seconds: float | None, action: Callable, *args):
     try:
         return future.result(timeout=seconds)
     except TimeoutError:
-        if future.done():
-            raise
-        return None
+        return future.result() if future.done() else None  # it may have ended, or failed itself
 
 
 class Trouble:

@@ -17,7 +17,7 @@ import secrets
 import select
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
@@ -157,15 +157,18 @@ CORRECT_FLAGS = "correct the command line; --help lists the flags"
 def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
     """Prints lines; control and formatting characters in them, newlines included, are escaped.
 
+    Lines of a job and of standard error are dropped if they cannot be written (a full disk), and end no worker.
+
     Args:
         lines: each is one line of output.
         error: print to standard error.
         flush: flush the stream, so that the lines of a job appear immediately.
     """
     stream = sys.stderr if error else sys.stdout
-    stream.write("".join(f"{escape_line(line)}\n" for line in lines))
-    if flush:
-        stream.flush()
+    with suppress(OSError) if error or flush else nullcontext():
+        stream.write("".join(f"{escape_line(line)}\n" for line in lines))
+        if flush:
+            stream.flush()
 
 
 @functools.cache
@@ -288,10 +291,11 @@ class _OneLine(logging.Formatter):
 
 
 def print_traceback(error: BaseException) -> None:
-    """Prints an exception and its traceback to standard error."""
+    """Prints an exception and its traceback to standard error, as :func:`print_lines` does."""
     import traceback
 
-    sys.stderr.write(escape_controls("".join(traceback.format_exception(error))))
+    with suppress(OSError):
+        sys.stderr.write(escape_controls("".join(traceback.format_exception(error))))
 
 
 def check_output(path: str | os.PathLike[str]) -> None:

@@ -22,18 +22,19 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import moc
 from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.errors import UserError, with_code
+from moc.errors import UserError, warning, with_code
 from moc.files.event_log import EVENTS_FILE, append_event, newest_event
 from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
-from moc.runtime.connections import InterfaceError, interface_address
-from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
+from moc.runtime.connections import InterfaceError, interface_address, is_loopback
+from moc.runtime.controller_link import DepartureError, DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
 from moc.runtime.loss_record import unwritten
@@ -41,7 +42,7 @@ from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, ProgramError, check_arguments, find_program
 from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
-from moc.runtime.termination import DEPARTED, LOST
+from moc.runtime.termination import DEPARTED, LOST, STOP_SIGNALS
 from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
@@ -196,7 +197,7 @@ def _mistakes(
         )
     seconds = dict(silence_timeout=1, patience=1, max_wait=0, grow_wait=0, drain_seconds=0)
     for name, minimum in seconds.items():
-        if getattr(own, name) < minimum:
+        if not getattr(own, name) >= minimum:  # also if it is NaN
             yield _out_of_range(name, getattr(own, name), f"at least {minimum}, in seconds")
     if (max_nodes > 1 or own.node_rank > 0) and address is None:
         yield UserError(
@@ -266,6 +267,20 @@ def warning_of_one_endpoint(flags: LauncherFlags) -> str | None:
     )
 
 
+def warning_of_loopback(flags: LauncherFlags, bound_address: str) -> str | None:
+    """Returns the warning of a node whose host name is a loopback address there, as in Debian's ``/etc/hosts``."""
+    endpoint, bound_host = flags.endpoints[flags.node_rank], bound_address.rpartition(":")[0]
+    if flags.is_single_machine or not flags.has_other_nodes or is_loopback(endpoint.rpartition(":")[0]):
+        return None
+    if not is_loopback(bound_host):
+        return None
+    return warning(
+        f"other machines cannot connect to {endpoint} of --rdzv-endpoint, which is {bound_host} on this machine. Fix: "
+        "name its address in the network, or correct /etc/hosts",
+        code="address-not-of-machine",
+    )
+
+
 def launch(flags: LauncherFlags, reports: bool = True) -> int:
     """Runs this node's part of a job to its end; returns the exit code.
 
@@ -274,8 +289,8 @@ def launch(flags: LauncherFlags, reports: bool = True) -> int:
         reports: whether to print the effect of a signal that stops the job; a spare leaves this to its launcher.
     """
     log_to_stderr(logging.INFO)
-    if (warning := warning_of_one_endpoint(flags)) is not None:
-        _log.warning(warning)
+    if (problem := warning_of_one_endpoint(flags)) is not None:
+        _log.warning(problem)
     try:
         return asyncio.run(_run(flags, _token(flags), reports))
     except StoppedError as error:
@@ -303,8 +318,11 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
         _make_log_dir(flags.log_dir)
     elif flags.run_log_dir is not None:
         flags = dataclasses.replace(flags, log_dir=flags.run_log_dir / _WORKER_LOGS)  # made by the first worker
-    async with MonitorProcess(flags.monitor) as monitor:
-        return await _run_node(flags, token, signals, reports, monitor)
+    try:
+        async with MonitorProcess(flags.monitor) as monitor:
+            return await _run_node(flags, token, signals, reports, monitor)
+    finally:  # the job has its exit code, which a signal does not change
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 async def _run_node(
@@ -317,6 +335,8 @@ async def _run_node(
             await signals.cancel_on_signal(controller.start())
         except OSError as error:
             raise _unusable(flags.endpoints[flags.node_rank], error) from None
+        if (problem := warning_of_loopback(flags, controller.bound_address)) is not None:
+            _log.warning("%s", problem)
         endpoints = controller.endpoints
         keeping = asyncio.create_task(controller.run())
         local_spares = range(1, flags.spares + 1) if flags.is_single_machine else ()
@@ -328,9 +348,21 @@ async def _run_node(
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)
             return code
+        except NodeRemovedError as error:
+            if not isinstance(error, DepartureError) and _others_need_controller(flags):
+                _log.error("this launcher ends after the job, since it runs the only controller: %s", error)
+                with contextlib.suppress(StoppedError):
+                    await signals.cancel_on_signal(asyncio.wait([keeping]))
+            raise
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+def _others_need_controller(flags: LauncherFlags) -> bool:
+    """Returns whether the other nodes continue without this one, but not without its controller."""
+    can_continue = flags.spares > 0 or flags.min_nodes < flags.nnodes
+    return can_continue and len(flags.endpoints) == 1 and not flags.is_single_machine
 
 
 def _make_log_dir(directory: Path) -> None:
@@ -381,7 +413,7 @@ async def _run_agent(
                 _log.error("%s", stop_message(agent.stopped_by, code, agent.iteration))
             return code, led
         except DependencyLostError as error:
-            if not rejoins or isinstance(error, NodeRemovedError):
+            if not rejoins or isinstance(error, (NodeRemovedError, NoControllerError)):
                 raise
             rejoins -= 1
             _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
@@ -425,7 +457,10 @@ def main() -> int:
         except (TakenError, ProgramError) as error:
             print_lines(f"mocrun: error: {with_code(error)}", error=True)
             return REFUSED_EXIT_CODE
-    return launch(flags, reports=not is_spare)
+    code = launch(flags, reports=not is_spare)
+    end_on_signals(lambda _: None, lambda _: os._exit(code))  # while the interpreter ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return code
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Takes torchrun's arguments, and differs from it in two things:
   me again". torchrun's own code is always 1.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def pass_on(number: int, _frame) -> None:
     stopped_by.add(number)
     workers = psutil.Process().children()
     if not workers:
-        print(f"torchrun: {stop_message(number, 128 + number, None)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the disk may be full
+            print(f"torchrun: {stop_message(number, 128 + number, None)}", file=sys.stderr, flush=True)
         exit_for_signal(number)
     for worker in workers:
         try:

@@ -100,6 +100,8 @@ class Agent:
             str, tuple[_WorkerProcess, int]
         ] = {}  # workers whose exit the controller has not acknowledged
         self._runs_first_worker = False
+        self._first_generation = math.inf  # generation of the first worker started here
+        self._has_connected = False  # a worker of this node has connected
         self._end: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address = self._replica_server = ""  # set by run()
         self._lease = Lease.create()
@@ -264,10 +266,13 @@ class Agent:
         """Forwards the stop signal to a worker, if this node has received one.
 
         Once the job has begun, a worker receives the signal only when it has connected.  Earlier, the signal would kill
-        it, while others with state to save may wait for it.
+        it, while others with state to save may wait for it.  If no worker has connected until a later generation, the
+        program never connects, and so has no such state.
         """
-        begins = worker.starts_together and worker.rank_generation == 0
-        if self._link.stop_signal is not None and (begins or worker.connection is not None):
+        never_connects = not self._has_connected and self._first_generation < worker.rank_generation
+        begins = worker.starts_together and (worker.rank_generation == 0 or never_connects)
+        receives = begins or worker.connection is not None
+        if self._link.stop_signal is not None and receives:
             self._signal(worker, self._link.stop_signal)
 
     def _size_variables(self) -> dict[str, str]:
@@ -300,7 +305,8 @@ class Agent:
             if "started" in event:
                 worker = self._workers.get(event["started"])
                 if worker is None:  # killed before its process existed
-                    os.kill(event["pid"], signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(event["pid"], signal.SIGKILL)
                     continue
                 worker.pid = event["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
@@ -376,6 +382,7 @@ class Agent:
         )
         worker.is_joining, worker.size, worker.partial_model_parts = order["guest"], order["size"], order["helpers"]
         self._workers[worker.name] = worker
+        self._first_generation = min(self._first_generation, generation)
         self._runs_first_worker |= worker.rank == 0
         self._generation = max(self._generation, generation)
         values = {
@@ -419,7 +426,7 @@ class Agent:
         worker = self._workers.get((await connection.recv()).header["worker"])
         if worker is None:  # killed, but still connecting
             return
-        worker.connection, worker.last_message_at = connection, self._clock.now
+        worker.connection, worker.last_message_at, self._has_connected = connection, self._clock.now, True
         if worker.rank_generation > 0 or not worker.starts_together:
             self._forward_stop_signal(worker)
         if self._generation:
@@ -477,17 +484,18 @@ class Agent:
                     self._check_section(worker, worker.section, worker.section_s + silent_s)
 
     def _check_forkserver(self) -> None:
-        """Raises DependencyLostError if the forkserver was silent for ``silence_s``, otherwise sends a health check."""
-        if self._forkserver_answered_at is None:
-            return
-        silence_s = self._flags.silence_timeout_s
-        if self._clock.now - self._forkserver_answered_at > silence_s:
+        """Raises DependencyLostError if the forkserver was silent for too long, otherwise sends a health check."""
+        imports = self._forkserver_answered_at is None
+        flag = "--hang-timeout setup" if imports else "--silence-timeout"
+        silence_s = self._flags.hang_caps["setup"] if imports else self._flags.silence_timeout_s
+        if self._clock.now - (self._forkserver_answered_at or 0.0) > silence_s:
             raise DependencyLostError(
                 f"the process that workers are forked from has not answered for {silence_s:g} s. Fix: raise "
-                "--silence-timeout, or look at the load of this machine",
+                f"{flag}, or look at the load of this machine",
                 code="zygote-lost",
             )
-        self._send_to_forkserver({"ask": True})
+        if not imports:
+            self._send_to_forkserver({"ask": True})
 
     def _wait_for_death(self, worker: _WorkerProcess) -> None:
         """Reports a worker as ended if it outlives :data:`KILL_TIMEOUT_S`: a file system may block its thread."""

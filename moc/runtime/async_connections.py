@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from moc.runtime.connections import (
     HANDSHAKE_TIMEOUT_S,
     RETRY_S,
+    decisive_failure,
     format_address,
     listening_socket,
     peer_name,
@@ -116,7 +117,7 @@ async def open_connection(
     """
     channel = Channel(token, "client", body_limit, address)
     try:
-        sock = await asyncio.wait_for(_dial(address, channel), timeout)
+        sock = await asyncio.wait_for(_open_socket(address, channel, timeout), timeout)
     except TimeoutError as error:
         raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
     except OSError as error:
@@ -284,24 +285,36 @@ class Server:
             task.get_loop().call_exception_handler({"message": "serving a connection failed", "exception": error})
 
 
-async def _dial(address: str, channel: Channel) -> socket.socket:
-    failure = OSError(f"{address} stands for no address")
-    for family, socket_address in await asyncio.to_thread(resolve, address):
+async def _open_socket(address: str, channel: Channel, timeout: float) -> socket.socket:
+    sock = await _dial(address, timeout)
+    try:
+        await _handshake(sock, channel)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _dial(address: str, timeout: float) -> socket.socket:
+    """Connects to the first address of a host that answers; each has an equal share of the remaining time."""
+    deadline, addresses = time.monotonic() + timeout, await asyncio.to_thread(resolve, address)
+    failures = [OSError(f"{address} stands for no address")]
+    for tried, (family, socket_address) in enumerate(addresses):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             with short_socket_address(socket_address) as target:
-                await _connect(sock, target)
+                share = (deadline - time.monotonic()) / (len(addresses) - tried)
+                await asyncio.wait_for(_connect(sock, target), share)
             set_tcp_options(sock)
-            await _handshake(sock, channel)
             return sock
-        except OSError as error:
+        except OSError as error:  # a timeout, too
             sock.close()
-            failure = error
+            failures.append(error)
         except BaseException:
             sock.close()
             raise
-    raise failure
+    raise decisive_failure(failures)
 
 
 async def _connect(sock: socket.socket, socket_address: tuple | str) -> None:

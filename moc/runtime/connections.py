@@ -163,8 +163,9 @@ def format_address(family: int, socket_address: tuple | str) -> str:
     """Formats a socket address as :func:`resolve` reads it."""
     if isinstance(socket_address, str):
         return _UNIX + socket_address
-    host, port = socket_address[:2]
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    host, port, *more = socket_address
+    scope = f"%{more[1]}" if more and more[1] else ""  # of a link-local address
+    return f"[{host}{scope}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 
 def peer_name(sock: socket.socket, address: str) -> str:
@@ -366,18 +367,25 @@ def retry_connect[T](
 
 
 def _dial(address: str, deadline: float) -> socket.socket:
-    failure = OSError(f"{address} stands for no address")
-    for family, socket_address in resolve(address):
+    """Connects to the first address of a host that answers; each has an equal share of the remaining time."""
+    failures, addresses = [OSError(f"{address} stands for no address")], resolve(address)
+    for tried, (family, socket_address) in enumerate(addresses):
         sock = socket.socket(family, socket.SOCK_STREAM)
+        now = time.monotonic()
         try:
             with short_socket_address(socket_address) as target:
-                _connect(sock, target, deadline)
+                _connect(sock, target, now + (deadline - now) / (len(addresses) - tried))
             set_tcp_options(sock)
             return sock
         except OSError as error:
             sock.close()
-            failure = error
-    raise failure
+            failures.append(error)
+    raise decisive_failure(failures)
+
+
+def decisive_failure(failures: list[OSError]) -> OSError:
+    """Returns the error of a host with several addresses; it is a refusal only if all addresses refuse."""
+    return next((error for error in failures[1:] if not isinstance(error, ConnectionRefusedError)), failures[-1])
 
 
 def _connect(sock: socket.socket, socket_address: tuple | str, deadline: float) -> None:

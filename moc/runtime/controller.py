@@ -181,7 +181,7 @@ TAKEOVER_WAIT_S = 0.8
 """Seconds that a new leader waits for its predecessor's agents."""
 
 STEPPED_DOWN = 77
-"""Exit code of a controller that is no longer the leader; its launcher restarts it as a candidate."""
+"""Exit code of a controller that is no longer the leader; it is started again as a candidate."""
 
 _TICK_S = 0.05
 
@@ -204,7 +204,7 @@ class Controller:
         self._times = election.times
         self._clock = RunningClock(max_step_s=10 * _TICK_S)
         self._agents: dict[int, AgentPeer] = {}
-        self._disconnected: dict[int, DisconnectedNode] = {}  # disconnected nodes that may return
+        self._disconnected: dict[int, DisconnectedNode] = {}  # nodes of the job that are to be admitted again
         self._probes: set[asyncio.Task] = set()
         self._missing_since: float | None = None  # start of the wait for missing nodes
         self._remind_at = 0.0  # time of the next console message about them
@@ -217,6 +217,8 @@ class Controller:
         self._store = RendezvousStore()
         self._end_is_logged = False  # the end was logged
         self._broadcast_due = False  # agents joined since the last broadcast
+        self._replication_due = False  # events without orders may have changed the state
+        self._unacknowledged: list[tuple[AgentPeer, str]] = []  # handled exits that the replicated state may lack
         self._disturbed_at = 0.0
 
     async def run(
@@ -262,8 +264,13 @@ class Controller:
                 self._handle(peer, peer.pending.popleft())
         self._check_timeouts(now)
         self._release_nodes()
-        if self._broadcast_due:  # one broadcast for all agents that joined in this tick
+        if self._replication_due:  # one broadcast for all events since the last tick
+            self._replicate_state()
+        if self._broadcast_due:
             self._send_state()
+        for peer, worker in self._unacknowledged:
+            self._post(peer, "noted", worker=worker)
+        self._unacknowledged.clear()
 
     @property
     def _may_order(self) -> bool:
@@ -277,12 +284,12 @@ class Controller:
         for peer in list(self._agents.values()):
             if now - peer.last_message_at > self._times.lease_s:
                 _log.warning("node %d has sent no heartbeat for %g s", peer.node, self._times.lease_s)
-                self._forget_agent(peer)
+                self._remove_agent(peer)
                 peer.connection.abort()
-                self._execute(membership.node_lost(peer.node))
         for node in [node for node, gone in self._disconnected.items() if now >= gone.lost_at]:
-            del self._disconnected[node]
-            self._execute(membership.node_lost(node))
+            if node not in self._agents:
+                del self._disconnected[node]
+                self._execute(membership.node_lost(node))
         if membership.running and now - self._disturbed_at > FAILURE_MEMORY_S:
             membership.forget_failures()
         if membership.has_departures_to_announce and now >= self._departures_at:
@@ -381,37 +388,31 @@ class Controller:
     def _add_agent(self, peer: AgentPeer) -> None:
         previous = self._agents.get(peer.node)
         if previous is not None:
-            self._forget_agent(previous)
+            self._remove_agent(previous)
             previous.connection.abort()
         self._agents[peer.node] = peer
-        self._disconnected.pop(peer.node, None)
         hello = peer.hello
         waits = hello["free_in"], hello["silent"]
         self._election.add_agent(peer.node, peer.epoch, *waits, time.monotonic(), peer.voters)
         if self._membership.end is not None:
             self._post(peer, "end", **self._membership.end.to_message())
+            self._disconnected.pop(peer.node, None)
             peer.is_admitted = True
         else:
             self._admit_if_following(peer)
 
-    def _forget_agent(self, peer: AgentPeer) -> None:
+    def _remove_agent(self, peer: AgentPeer) -> None:
+        """Removes a disconnected agent; a node of the job is disconnected until it is admitted again or lost."""
         del self._agents[peer.node]
         self._leaving.discard(peer.node)
         self._released.discard(peer.node)
         self._election.remove_agent(peer.node)
-
-    def _remove_agent(self, peer: AgentPeer) -> None:
-        self._forget_agent(peer)
-        if not peer.is_admitted or peer.end_acknowledged:
+        before = self._disconnected.get(peer.node)
+        if peer.end_acknowledged or not (peer.is_admitted or before):
             return
-        if peer.has_reported_loss:
-            self._execute(self._membership.node_lost(peer.node))
-        else:
-            self._watch_disconnected(
-                peer.node,
-                DisconnectedNode(peer.last_message_at + self._times.lease_s, peer.instance),
-                peer.liveness_address,
-            )
+        lost_at = max(peer.last_message_at + self._times.lease_s, before.lost_at if before else 0.0)
+        lost_at = self._clock.now if peer.has_reported_loss else lost_at
+        self._watch_disconnected(peer.node, DisconnectedNode(lost_at, peer.instance), peer.liveness_address)
 
     def _watch_disconnected(self, node: int, disconnected: DisconnectedNode, address: str | None) -> None:
         """Marks a node as disconnected, and probes its door to detect the death of its process immediately."""
@@ -422,7 +423,7 @@ class Controller:
 
     async def _probe(self, node: int, disconnected: DisconnectedNode, address: str | None) -> None:
         while address is not None and self._disconnected.get(node) is disconnected:
-            if await process_is_dead(address):
+            if node not in self._agents and await process_is_dead(address):
                 disconnected.lost_at = min(disconnected.lost_at, self._clock.now)
                 return
             await asyncio.sleep(0.2)
@@ -476,7 +477,7 @@ class Controller:
         missing = expected - {peer.node for peer in followers}
         lost_at = now + max(0.0, self._election.leases_expire_at - time.monotonic())
         addresses = {} if previous is None else previous.doors
-        for node in missing - self._disconnected.keys():
+        for node in expected - self._disconnected.keys():  # until they are admitted
             self._watch_disconnected(node, DisconnectedNode(lost_at), addresses.get(str(node)))
         all_follow = self._election.all_connected and len(followers) == len(
             self._agents
@@ -521,7 +522,7 @@ class Controller:
         if message.kind == "ended":
             details = header["code"], header["why"], header["gives_back"], header["broken"], header["iteration"]
             self._execute(membership.worker_exited(header["worker"], *details))
-            self._post(peer, "noted", worker=header["worker"])
+            self._unacknowledged.append((peer, header["worker"]))
         elif message.kind == "built":
             self._execute(membership.worker_ready(header["worker"], header["stays"]))
         elif message.kind == "here":
@@ -574,7 +575,9 @@ class Controller:
             self._execute(self._membership.worker_blocked(worker, generation))
 
     def _execute(self, orders: list[Order]) -> None:
-        self._replicate_state()
+        self._replication_due = True
+        if orders:
+            self._replicate_state()
         for order in orders:
             if isinstance(order, StartWorker):
                 self._send(order.node, "start", worker=order.worker, rank=order.rank, generation=order.generation,
@@ -623,6 +626,7 @@ class Controller:
     def _replicate_state(self) -> None:
         """Broadcasts changed state before any order, so that a successor knows all orders and counts."""
         assert self._state is not None  # set by the takeover, before any order
+        self._replication_due = False
         if self._state.update(self._membership.state_dict(), self._election.voters):
             self._send_state()
 
@@ -637,10 +641,18 @@ class Controller:
         self._post(peer, "state", **vars(state))
         self._election.record_voters_sent(peer.node, time.monotonic())
 
+    @property
+    def _lost_voters(self) -> set[int]:
+        """Voters that are lost; after a takeover, all nodes have the time of a lease to connect."""
+        voters = self._election.voters
+        if voters is None or self._clock.now < self._leader_since + self._times.lease_s:
+            return set()
+        return set(voters.nodes) - self._agents.keys() - self._disconnected.keys()
+
     def _release_nodes(self) -> None:
-        """Adds joined nodes to the voters and removes departing ones; then releases the removed nodes."""
+        """Adds joined nodes to the voters and removes departing and lost ones; then releases the departing nodes."""
         present = {node for node, peer in self._agents.items() if peer.is_admitted}
-        if self._election.revise_voters(present, self._leaving, time.monotonic()):
+        if self._election.revise_voters(present, self._leaving | self._lost_voters, time.monotonic()):
             self._replicate_state()
             for node in present:
                 self._send_beat(self._agents[node])  # its echo confirms that the node has stored them
@@ -712,13 +724,7 @@ def _parse_candidate(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-@escapes_output
-def main() -> int:
-    """Runs the controller as a separate process; returns the exit code."""
-    arguments = parser().parse_args()
-    if arguments.listen_fd is not None:  # started by a launcher, not standalone
-        attach_to_parent()
-    log_to_stderr()
+def _make_controller(arguments: argparse.Namespace) -> Controller:
     index, candidates = arguments.candidate
     minimum, maximum = arguments.nnodes
     membership = Membership(
@@ -731,12 +737,24 @@ def main() -> int:
     nodes, limits = maximum + arguments.spares, SilenceLimits(arguments.silence_timeout)
     min_voters = 0 if minimum == maximum else max(minimum, (nodes + 1) // 2)
     election = Election(index, candidates, nodes, limits, min_voters=min_voters)
-    controller = Controller(membership, election, arguments.max_wait, arguments.grow_wait)
-    listener = None if arguments.listen_fd is None else socket.socket(fileno=arguments.listen_fd)
+    return Controller(membership, election, arguments.max_wait, arguments.grow_wait)
+
+
+@escapes_output
+def main() -> int:
+    """Runs the controller as a separate process; returns the exit code."""
+    arguments = parser().parse_args()
+    is_standalone = arguments.listen_fd is None
+    if not is_standalone:
+        attach_to_parent()
+    log_to_stderr()
+    listener = None if is_standalone else socket.socket(fileno=arguments.listen_fd)
     try:
-        return asyncio.run(
-            controller.run(arguments.listen, token_from_environment(), arguments.beyond_loopback, listener)
-        )
+        while True:
+            run = _make_controller(arguments).run
+            code = asyncio.run(run(arguments.listen, token_from_environment(), arguments.beyond_loopback, listener))
+            if code != STEPPED_DOWN or not is_standalone:  # a launcher starts another process
+                return code
     except BrokenPipeError:
         return 1  # its launcher has ended, for example by SIGINT, and reports the cause
     except (UserError, OSError) as error:

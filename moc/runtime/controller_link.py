@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import random
@@ -22,6 +23,8 @@ from moc.runtime.protocol import Message, PeerGoneError, WireError
 
 _RETRY_S = 0.1
 _FIRST_SEARCH_S, _SEARCH_INTERVAL_S = 0.2, 2.0
+
+_log = logging.getLogger("moc")
 
 DUPLICATE_S = 2.0
 """Seconds from the first SIGTERM within which others are the same request: Slurm and a template may both send one."""
@@ -92,6 +95,7 @@ class ControllerLink:
             RunningClock(max_step_s=2 * self._request_timeout_s),
             0.0,
         )  # time of the last contact with a leader
+        self._unanswered_since = math.inf  # start of the search for a candidate that sends a message
         self.is_admitted, self.is_closed, self.leader, self.liveness_address = False, False, 0, None
         self.stop_signal: int | None = None
 
@@ -102,11 +106,12 @@ class ControllerLink:
             NoControllerError: no candidate was reachable, or had a majority of the nodes, within the patience.
             NodeRefusedError: the controller refused this node.
             StoppedError: the node was asked to stop before it had joined a controller.
-            WireError: the peer does not belong to this job.
+            WireError: the peer does not belong to this job, and no controller has admitted this node.
         """
         async with await self._open_liveness_port():
             while not self.is_closed and (candidate := await self._connect_to_candidate()):
-                await self._follow(*candidate)
+                if (failed := await self._follow(*candidate)) is not None and not self.is_closed:
+                    await self._pause(failed)
 
     @property
     def state(self) -> dict | None:
@@ -142,7 +147,7 @@ class ControllerLink:
         return server
 
     async def _connect_to_candidate(self) -> tuple[int, async_connections.AsyncConnection] | None:
-        since = min(self._clock.now, self._patience_start) if self.is_admitted else self._clock.now
+        self._unanswered_since = min(self._unanswered_since, self._clock.now)
         while not self.is_closed:
             failed = ""
             count = len(self._candidates)
@@ -153,23 +158,38 @@ class ControllerLink:
                     )
                     self._next_index = 0
                     return index, connection
-                except PeerGoneError as error:
+                except WireError as error:
+                    self._refuse_foreign_peer(error)
                     failed = failed or cause_of(error)
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         self._follower.record_death(index)
                 self._clock.tick()
             self._next_index = 0
-            if self.stop_signal is not None and not self.is_admitted:
-                raise StoppedError(self.stop_signal)
-            seconds, limit = self._patience()
-            if self._clock.now - since > seconds:
-                raise NoControllerError(
-                    f"no controller was reachable for {seconds:g} s ({limit}): {failed}. Fix: start node 0, or correct "
-                    "--rdzv-endpoint",
-                    code="controller-missing",
-                )
-            await asyncio.sleep(_RETRY_S)
+            await self._pause(failed)
         return None
+
+    def _refuse_foreign_peer(self, error: WireError) -> None:
+        """Raises an error of the protocol before this node is admitted, when the user can correct flags or token.
+
+        Afterwards a peer that does not belong to the job is like an absent one: its port may be another program's now.
+        """
+        if not (self.is_admitted or isinstance(error, PeerGoneError)):
+            raise error
+
+    async def _pause(self, failed: str) -> None:
+        """Waits until the next attempt; raises StoppedError or NoControllerError if there shall be none."""
+        self._clock.tick()
+        if self.stop_signal is not None and not self.is_admitted:
+            raise StoppedError(self.stop_signal)
+        since = min(self._unanswered_since, self._patience_start if self.is_admitted else math.inf)
+        seconds, limit = self._patience()
+        if self._clock.now - since > seconds:
+            raise NoControllerError(
+                f"no controller was reachable for {seconds:g} s ({limit}): {failed}. Fix: start node 0, or correct "
+                "--rdzv-endpoint",
+                code="controller-missing",
+            )
+        await asyncio.sleep(_RETRY_S)
 
     @property
     def _patience_start(self) -> float:
@@ -194,8 +214,12 @@ class ControllerLink:
             async_connections.HANDSHAKE_TIMEOUT_S if len(self._candidates) == 1 else min(2.0, self._times.promise_s / 2)
         )
 
-    async def _follow(self, index: int, connection: async_connections.AsyncConnection) -> None:
-        """Follows a candidate until it disconnects or becomes silent, or another one leads."""
+    async def _follow(self, index: int, connection: async_connections.AsyncConnection) -> str | None:
+        """Follows a candidate until it disconnects or becomes silent, or another one leads.
+
+        Returns:
+            The reason to wait before the next attempt, if the candidate has sent no message or a malformed one.
+        """
         start, connected_at, self._echo = time.monotonic(), self._clock.now, None
         self._has_promised = self._is_led = False
         hello, unsent = self._make_hello()
@@ -220,10 +244,15 @@ class ControllerLink:
             while not self.is_closed:
                 message = (await connection.recv(silence_s=self._times.promise_s)).header
                 self._clock.tick()
+                self._unanswered_since = math.inf
                 self._handle(index, message)
                 self._check_leadership(connected_at)
-        except PeerGoneError:
-            pass  # training continues: the candidate may be restarted, or another may lead
+        except PeerGoneError as error:  # training continues: the candidate may be restarted, or another may lead
+            return None if math.isinf(self._unanswered_since) else cause_of(error)
+        except WireError as error:
+            self._refuse_foreign_peer(error)
+            _log.warning("this node connects to its controller again: %s", cause_of(error))
+            return cause_of(error)
         except TimeoutError:
             self._next_index = (index + 1) % len(self._candidates)  # tried last, since it may only be paused
         finally:
@@ -231,6 +260,7 @@ class ControllerLink:
             for task in background:
                 task.cancel()
             connection.abort()
+        return None
 
     def _check_leadership(self, connected_at: float) -> None:
         """Raises NoControllerError if no candidate has led within the patience; StoppedError if asked to stop.
@@ -272,6 +302,7 @@ class ControllerLink:
             self._state = {name: value for name, value in message.items() if name != "kind"}
             if not self.is_admitted:  # the patience starts with the first admission
                 self._led_at = self._clock.now
+                self._follower.record_admission()
             self._has_promised = self.is_admitted = True
         else:
             self._execute(message)

@@ -49,6 +49,12 @@ class ControllerProcess:
     def _address(self) -> str:
         return self.endpoints[self._flags.node_rank]
 
+    @property
+    def bound_address(self) -> str:
+        """Numeric address of the listening socket, which needs no name service."""
+        assert self._listener is not None  # it was opened
+        return format_address(self._listener.family, self._listener.getsockname())
+
     async def start(self) -> None:
         """Starts the process.
 
@@ -60,8 +66,7 @@ class ControllerProcess:
         beyond_loopback = host not in ("127.0.0.1", "localhost", "[::1]")
         if self._listener is None:  # stays open in this process to reserve the port across restarts
             self._listener = await asyncio.to_thread(listening_socket, self._address, beyond_loopback)
-            port = format_address(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
-            self.endpoints[self._flags.node_rank] = f"{host}:{port}"
+            self.endpoints[self._flags.node_rank] = f"{host}:{self.bound_address.rpartition(':')[2]}"
         flags, descriptor = self._flags, self._listener.fileno()
         self._process = await child_processes.start_reporting(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
@@ -96,13 +101,14 @@ class ControllerProcess:
             await asyncio.sleep(pause if pause > 0.1 else 0)
             try:
                 await self.start()
-            except DependencyLostError as error:
+            except (DependencyLostError, OSError) as error:  # such as too many processes, for the moment
                 _log.error("%s", with_code(error))
 
     async def _wait_until_ended(self) -> str | None:
         """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
         hangs_s = SilenceLimits(self._flags.silence_timeout_s).controller_timeout_s
-        reason = await child_processes.wait_or_kill(self._process, self._address, self._token, hangs_s / 2, hangs_s)
+        address = self.bound_address
+        reason = await child_processes.wait_or_kill(self._process, address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
         return None if code == 0 else "" if code == STEPPED_DOWN else reason

@@ -12,9 +12,9 @@ state of a leader.
 * Workers may run until their *lease* ends, ``runs_s`` after the last contact with a majority.  A beat renews the lease,
   counted from the send time of the agent's message that the beat answers.
 * A leader declares an absent node lost only after all leases that its predecessor may have granted have expired.
-* Departed nodes are no voters.  As in Raft (Ongaro's dissertation, section 4.1), the leader adds or removes one voter
-  at a time, after a majority of the current voters has stored these under its epoch.  So a majority of older voters
-  includes a node that knows newer ones.
+* Departed and lost nodes are no voters if the job can continue without them.  As in Raft (Ongaro's dissertation,
+  section 4.1), the leader adds or removes one voter at a time, after a majority of the current voters has stored these
+  under its epoch.  So a majority of older voters includes a node that knows newer ones.
 * Unlike in Raft, a restarted agent has forgotten the voters.  It counts when a leader has admitted it, or if a *start
   quorum* has promised: so many nodes that each majority of possible voters includes one of them.
 
@@ -67,7 +67,7 @@ class Follower:
     Attributes:
         candidates: number of candidates.
         promise_s: see :class:`SilenceLimits`.
-        started_at: start time of this process; an earlier process may have made a promise.
+        started_at: start time of this process, while others may rely on the promise of an earlier process.
         epoch: newest promised epoch; -1 if none.
     """
 
@@ -112,6 +112,13 @@ class Follower:
     def record_heartbeat_reply(self, now: float) -> None:
         """Records a beat of the leading candidate, which this agent follows."""
         self._contact_times[self.epoch % self.candidates] = self._newest_contact = now
+
+    def record_admission(self) -> None:
+        """Records that a leader has admitted this process: no candidate relies on an earlier process of this node.
+
+        A majority has followed the leader since this process connected (:meth:`Election.may_admit`).
+        """
+        self.started_at = -math.inf
 
     def record_death(self, index: int) -> None:
         """Records that no process listens at a candidate's address."""
@@ -352,7 +359,7 @@ class Election:
 
         Args:
             present: nodes that this leader has admitted and that are connected.
-            leaving: departing nodes among them.
+            leaving: departing nodes among them, and lost nodes.
             now: as for :meth:`add_agent`.
         """
         if self.candidates == 1 or self.voters is None or not self.may_order(now) or not self._voters_are_stored:

@@ -162,7 +162,8 @@ class Forkserver:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            self._report({"ended": self._workers.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+            if (name := self._workers.pop(pid, None)) is not None:  # imports may have started other processes
+                self._report({"ended": name, "code": os.waitstatus_to_exitcode(status)})
 
     def _start(self, order: dict) -> None:
         parent = os.getpid()

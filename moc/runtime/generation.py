@@ -248,11 +248,11 @@ class Generation:
         deputy: thread for uninterruptible calls of gloo.
     """
 
-    def __init__(self, number: int, store: Store | Callable[[], Store], rank: int, device: torch.device):
+    def __init__(self, number: int, store: Store | Callable[[], Store], device: torch.device):
         self.number = number
         self.is_over = False
         self.deputy = InterruptibleThread()
-        self._rank, self._device = rank, device
+        self._device = device
         self._store_source: Store | Callable[[], Store] | None = store
         self._store: PrefixStore | None = None
         self._open_store: Any = None  # torch keeps only the C++ part of a store that is implemented in Python
@@ -302,8 +302,9 @@ class Generation:
             self._open_store = source() if callable(source) else source.clone()
             self._store = PrefixStore(f"generation{self.number}", self._open_store)
         self._check()
-        self._store.set(f"{key}/{self._rank}", "")
-        self._store.wait([f"{key}/{rank}" for rank in ranks], timeout)
+        if self._store.add(f"{key}/arrived", 1) == len(ranks):  # a value of each rank would be read by all ranks
+            self._store.set(f"{key}/complete", "")
+        self._store.wait([f"{key}/complete"], timeout)
         self._check()
 
     def _cut_unauthenticated(

@@ -307,7 +307,7 @@ class Groups:
         with self._lock:
             if self._aborted_generation is not None and generation <= self._aborted_generation:
                 raise Aborted(f"generation {generation} is over before it began: wait for the next one")
-            self._generation = Generation(generation, store, self._rank, self._device)
+            self._generation = Generation(generation, store, self._device)
         self._groups = self._existing()
         for group in self._groups:
             group.connection = None

@@ -5,6 +5,7 @@ A process that a signal stops prints one line, with the iteration, the exit code
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -77,7 +78,8 @@ def end_on_signals(message_of: Callable[[int], str | None], terminate: Callable[
 
     def stop(number: int, _frame: object) -> None:
         if (line := message_of(number)) is not None:
-            os.write(2, f"{line}\n".encode())
+            with contextlib.suppress(OSError):  # the disk may be full
+                os.write(2, f"{line}\n".encode())
         terminate(number)
 
     for number in handled_stop_signals():

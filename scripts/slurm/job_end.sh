@@ -44,11 +44,20 @@ beat() { # writes the file of NAME; each time other text
     echo "$EPOCHREALTIME" 2>/dev/null >"$PRIVATE/alive.$1"
 }
 
+keep_beating() { # writes the file of NAME while this shell lives
+    trap '' TERM USR1 # Slurm signals all processes of a task
+    while kill -0 $$ 2>/dev/null; do
+        beat "$1"
+        sleep "$BEAT_S"
+    done
+}
+
 look() { # notes whose file has been written since the last look, after writing that of NAME, our own
-    local file text now
-    beat "$1" 2>/dev/null || true
+    local file text now written_by_us=yes
+    beat "$1" 2>/dev/null || written_by_us=no
     now=$SECONDS
-    ((now - looked <= LOST_S - 2 * BEAT_S)) || since=() # storage, or this shell, stood still: nobody else is to blame
+    # storage, or this shell, stood still, or storage is full: nobody else is to blame
+    [[ $written_by_us == yes ]] && ((now - looked <= LOST_S - 2 * BEAT_S)) || since=()
     looked=$now
     for file in "$PRIVATE"/alive.*; do
         text=$(cat "$file" 2>/dev/null) || continue

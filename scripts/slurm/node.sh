@@ -67,10 +67,7 @@ trap 'touch "$PRIVATE/interrupted"; pass_on USR1' USR1 # the time is nearly over
 beat "$me" # from now on its loss is noticed
 (contained "$@") &
 launcher=$!
-(
-    trap '' TERM USR1 # Slurm signals all processes of a task
-    while kill -0 $$ 2>/dev/null; do beat "$me" && sleep "$BEAT_S"; done
-) &
+keep_beating "$me" &
 beats=$!
 [[ $asked == no ]] || pass_on "$asked"
 

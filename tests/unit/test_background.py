@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -48,3 +49,17 @@ def test_hanging_call_is_abandoned_after_timeout():
 
     with pytest.raises(TimeoutError, match="its-own"):
         within(60.0, times_out)
+
+
+def test_result_at_the_end_of_the_timeout_is_not_lost(monkeypatch):
+    class Late(Future):
+        """A call that ends just after the wait for it."""
+
+        def result(self, timeout=None):
+            if timeout is not None:
+                self.set_result("result")
+                raise TimeoutError
+            return super().result()
+
+    monkeypatch.setattr(Background, "submit", lambda *_: Late())
+    assert within(1.0, print) == "result"

@@ -1,7 +1,10 @@
 """The launcher's command line."""
 
+import asyncio
 import json.tool
 import os
+import signal
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -9,8 +12,13 @@ from pathlib import Path
 import pytest
 
 import moc
+from moc import launch
 from moc.errors import codes_in
-from moc.launch import parse, warning_of_one_endpoint
+from moc.launch import parse, warning_of_loopback, warning_of_one_endpoint
+from moc.runtime.child_processes import Signals
+from moc.runtime.controller_link import NoControllerError, NodeRemovedError
+from moc.runtime.flags import MonitorFlags
+from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, ProgramError, check_arguments
 from moc.runtime.progress import HANG_CAPS
 from tests.cases import each_row
@@ -114,6 +122,23 @@ def test_single_controller_candidate_is_announced(flags, names):
 
 
 @each_row(
+    "flags, bound, warns",
+    [
+        (("--nnodes", "2", *ENDPOINT), "127.0.1.1:29500", True),
+        (("--nnodes", "2", *ENDPOINT), "192.0.2.1:29500", False),
+        (("--nnodes", "2", "--rdzv-endpoint", "localhost:1"), "127.0.0.1:1", False),
+        (ENDPOINT, "127.0.1.1:29500", False),
+    ],
+)
+def test_endpoint_that_only_this_machine_reaches_is_announced(flags, bound, warns):
+    line = warning_of_loopback(parsed(*flags), bound)
+    assert (line is not None) == warns
+    assert (
+        line is None or codes_in(line) == ["address-not-of-machine"] and "node0:29500" in line and "127.0.1.1" in line
+    )
+
+
+@each_row(
     "flags, code, named",
     [
         (("--nnodes", "2"), "rendezvous-missing", "--rdzv-endpoint"),
@@ -128,6 +153,7 @@ def test_single_controller_candidate_is_announced(flags, names):
         (("--network-interface", "nosuch0"), "network-interface-missing", "nosuch0"),
         (("--silence-timeout", "0"), "value-out-of-range", "--silence-timeout is 0"),
         (("--max-wait", "-1"), "value-out-of-range", "--max-wait is -1"),
+        (("--patience", "nan"), "value-out-of-range", "--patience is nan"),
         (("--nproc-per-node", "two"), "flag-invalid", "--nproc-per-node"),
     ],
 )
@@ -221,3 +247,81 @@ def test_program_that_is_not_python_is_refused_at_start(tmp_path):
     script.write_text("no python")
     with pytest.raises(ProgramError):
         check_arguments(parse([str(script), "--word"]))
+
+
+TEARDOWN = """
+import atexit, os, sys
+from moc import launch
+
+async def end(*_):
+    return 75
+
+launch._run_node = end
+atexit.register(os.kill, os.getpid(), int(sys.argv.pop()))
+if __name__ == "__main__":
+    sys.exit(launch.main())
+"""
+
+
+def test_signal_during_teardown_keeps_the_exit_code(tmp_path):
+    """Else a batch system would take a job that has saved its state for a failed one."""
+    (tmp_path / "launcher.py").write_text(TEARDOWN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        command = [sys.executable, tmp_path / "launcher.py", __file__, str(int(number))]
+        assert subprocess.run(command, cwd=moc.__path__[0] + "/..", check=False).returncode == 75
+
+
+def test_node_without_controller_does_not_wait_again(monkeypatch):
+    attempts = []
+
+    class Agent:
+        def __init__(self, *_):
+            self.signal = self.describe = None
+
+        async def run(self):
+            attempts.append(self)
+            raise NoControllerError("none. Fix: start one")
+
+    monkeypatch.setattr(launch, "Agent", Agent)
+
+    async def run():
+        await launch._run_agent(parsed(*ENDPOINT), [], b"", Signals(), False, MonitorProcess(MonitorFlags()), rejoins=2)
+
+    with pytest.raises(NoControllerError):
+        asyncio.run(run())
+    assert len(attempts) == 1
+
+
+@each_row("flags, waits", [(("--spares", "1"), True), ((), False)])
+def test_removed_node_runs_only_controller_until_job_ends(flags, waits, monkeypatch):
+    ended = []
+
+    class Controller:
+        def __init__(self, *_):
+            self.endpoints, self.bound_address = ["node0:29500"], "192.0.2.1:29500"
+
+        async def start(self):
+            pass
+
+        async def run(self):
+            await asyncio.sleep(0.2)
+            ended.append(self)
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+    async def removed(*_, **__):
+        raise NodeRemovedError("worker 0 had a broken device. Fix: look at it", code="device-broken")
+
+    monkeypatch.setattr(launch, "ControllerProcess", Controller)
+    monkeypatch.setattr(launch, "_run_agent", removed)
+
+    async def run():
+        await launch._run_node(parsed(*ENDPOINT, *flags), b"", Signals(), False, MonitorProcess(MonitorFlags()))
+
+    with pytest.raises(NodeRemovedError):
+        asyncio.run(run())
+    assert bool(ended) == waits

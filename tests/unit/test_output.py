@@ -1,6 +1,7 @@
 """Only moc/cli_output.py prints, and what it prints contains no foreign control characters."""
 
 import ast
+import contextlib
 import io
 import json
 import logging
@@ -191,6 +192,21 @@ def test_log_record_is_one_line(capsys):
 def test_traceback_is_escaped(capsys):
     cli_output.print_traceback(ValueError(HOSTILE))
     assert is_clean(capsys.readouterr().err)
+
+
+def test_output_of_a_job_that_cannot_be_written_is_dropped(monkeypatch):
+    """A full disk below the console ends no worker; a tool's own output that is lost is an error."""
+    streams = [open("/dev/full", "w", buffering=1) for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    cli_output.print_lines("a line", error=True)
+    cli_output.print_lines("a line", flush=True)
+    cli_output.print_traceback(ValueError())
+    with pytest.raises(OSError):
+        cli_output.print_lines("a line")
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 @each_row("linked", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import subprocess
 import time
@@ -21,10 +20,9 @@ from moc.state.record import StepRecord
 
 
 def print_rank_0(world: World, *lines: str) -> None:
-    """Prints lines on rank 0 and flushes; output that fails (a full disk) is dropped."""
+    """Prints lines on rank 0 and flushes."""
     if world.rank == 0:
-        with contextlib.suppress(OSError):
-            print_lines(*lines, flush=True)
+        print_lines(*lines, flush=True)
 
 
 class EventRecorder(ABC):

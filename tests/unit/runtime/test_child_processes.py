@@ -117,6 +117,13 @@ def test_late_listener_receives_earlier_signals():
     asyncio.run(main())
 
 
+def test_signal_ends_process_whose_console_is_full():
+    code = "import os; from moc.runtime.termination import end_on_signals, exit_for_signal as end; "
+    code += "end_on_signals(str, end); os.kill(os.getpid(), 15)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=full, check=False).returncode == 143
+
+
 def test_signal_cancels_long_wait():
     async def main():
         signals = Signals()

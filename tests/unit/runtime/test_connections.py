@@ -134,6 +134,38 @@ def echoed(address):
     return asyncio.run(main())
 
 
+def test_host_refuses_only_if_all_its_addresses_do(tmp_path, monkeypatch):
+    """Otherwise an agent would count its controller as dead."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        refusing, absent = (socket.AF_INET, closed.getsockname()), (socket.AF_UNIX, f"{tmp_path}/none")
+        for other, cause in (refusing, ConnectionRefusedError), (absent, FileNotFoundError):
+            for name in ("connections", "async_connections"):
+                monkeypatch.setattr(f"moc.runtime.{name}.resolve", lambda _, other=other: [other, refusing])
+            with pytest.raises(PeerGoneError) as blocking:
+                connect("host:1", TOKEN)
+            with pytest.raises(PeerGoneError) as waiting:
+                asyncio.run(open_in_loop("host:1", TOKEN))
+            assert type(blocking.value.__cause__) is type(waiting.value.__cause__) is cause
+
+
+def test_silent_address_of_host_leaves_time_for_others(monkeypatch):
+    """As an IPv6 address whose packets a firewall drops."""
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):  # its queue is full
+            peer = stack.enter_context(socket.socket())
+            peer.setblocking(False)
+            peer.connect_ex(silent.getsockname())
+        world = stack.enter_context(serving())
+        host, port = world.address.split(":")
+        addresses = [(socket.AF_INET, silent.getsockname()), (socket.AF_INET, (host, int(port)))]
+        for name in ("connections", "async_connections"):
+            monkeypatch.setattr(f"moc.runtime.{name}.resolve", lambda _: addresses)
+        connect("host:1", TOKEN, timeout=2.0).close()
+        asyncio.run(open_in_loop("host:1", TOKEN, timeout=2.0))
+
+
 def test_failed_connect_is_retried_within_limits(tmp_path):
     attempts = []
 

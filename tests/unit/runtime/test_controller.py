@@ -12,7 +12,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.runtime import async_connections, protocol
-from moc.runtime.controller import Controller, missing_nodes_message
+from moc.runtime.controller import AgentPeer, Controller, missing_nodes_message
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
 from moc.runtime.protocol import Message, PeerGoneError
@@ -205,6 +205,32 @@ def test_node_absent_after_controller_restart_is_lost():
     asyncio.run(main())
 
 
+async def ends_before_admission(job, state, spare):
+    """Node 1 connects once more, and is gone before it has promised to follow."""
+    second = await job.agent(1, state=state, thinks_s=3600.0)
+    await asyncio.sleep(0.2)
+    second.abort()
+    assert (await hears(spare, "start"))["rank"] == 1
+
+
+def test_node_that_ends_before_its_admission_is_lost():
+    async def main():
+        job = Job(silence_s=2.0)
+        async with job.controller():
+            (first, _), _ = await begun(job)
+            await ends_before_admission(job, first.state, await job.agent(2))
+        job = Job(silence_s=2.0)
+        async with job.controller():
+            (first, _), _ = await begun(job)
+        async with job.controller():
+            first, spare = await job.agent(0, state=first.state), await job.agent(2, state=first.state)
+            while spare.state is None:
+                await asyncio.sleep(0.01)
+            await ends_before_admission(job, first.state, spare)
+
+    asyncio.run(main())
+
+
 def told(node, worker, here=0, built=True, met=-1):
     return dict(name=worker, node=node, rank=node, together=True, built=built, here=here, met=met)
 
@@ -333,6 +359,29 @@ def test_resumed_controller_does_not_time_out_its_agents(tmp_path):
     asyncio.run(main())
 
 
+def test_standalone_controller_stands_for_election_again():
+    """No launcher starts it again when another controller leads."""
+
+    async def main():
+        job = Job()
+        flags = ["--listen", job.address, "--nnodes", "1", "--nproc-per-node", "1", "--candidate", "0/2"]
+        environment = os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
+        command = [sys.executable, "-m", "moc.runtime.controller", *flags]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as controller:
+            try:
+                first = await job.agent(0)
+                await hears(first, "start")
+                await tell(first, "promise", epoch=1, free_in=0.0)  # of the other candidate
+                with pytest.raises(PeerGoneError):
+                    await hears(first, "end")
+                await hears(await job.agent(0, state=first.state), "start")
+                assert controller.poll() is None
+            finally:
+                controller.kill()
+
+    asyncio.run(main())
+
+
 @each_row("started, code", [(True, SAVED), (False, LOST)])
 def test_missing_node_ends_job_after_timeout(started, code, monkeypatch):
     monkeypatch.setattr("moc.runtime.controller.MIN_JOIN_TIMEOUT_S", 600.0 if started else 0.0)
@@ -408,3 +457,36 @@ def test_malformed_hello_is_refused_with_one_log_line(hello, caplog):
 def test_missing_nodes_message_names_remedy():
     said = missing_nodes_message([1, 4], 90.2, "--max-wait")
     assert all(part in said for part in ("1, 4", "`mocrun ... --node-rank 1`", "--node-rank 4`", "90 s", "--max-wait"))
+
+
+class Posts(list):
+    """The messages that a controller has posted to an agent."""
+
+    def post(self, message):
+        self.append(message.kind)
+
+
+def test_state_is_not_broadcast_for_each_worker():
+    """Neither when the nodes join nor when the workers end; an exit is acknowledged when successors know it."""
+    nodes, per_node = 16, 4
+    election = Election(0, 1, nodes, SilenceLimits(30.0))
+    controller, posts = Controller(Membership(nodes * per_node, per_node, 1000), election, 60.0), []
+    hello = dict(generation=0, asked=None, departs=False, called="", door=None, free_in=0.0, silent=0.0, at=0.0)
+    for node in range(nodes):
+        posts.append(Posts())
+        own = dict(node=node, instance=str(node), workers=[], state=None, epoch=-1)
+        controller._add_agent(AgentPeer.from_hello(hello | own, posts[-1], 0.0))
+    controller._tick(0.0)
+    for peer in controller._agents.values():
+        controller._receive(peer, Message({"kind": "promise", "epoch": election.epoch, "free_in": 0.0}))
+    controller._tick(1.0)
+    assert all(post.count("start") == per_node and post.count("state") <= 4 for post in posts)
+    workers = list(controller._membership.workers.values())
+    assert len(workers) == nodes * per_node
+    told = {"kind": "ended", "code": 0, "why": "", "gives_back": None, "broken": "", "iteration": None}
+    for worker in workers[1:]:
+        controller._receive(controller._agents[worker.node], Message(told | {"worker": worker.name}))
+    assert all(post.count("state") <= 4 and not post.count("noted") for post in posts)
+    controller._tick(1.0)
+    assert all(post.count("state") <= 5 and post[-1] == "noted" for post in posts)
+    assert sum(post.count("noted") for post in posts) == len(workers) - 1

@@ -1,6 +1,8 @@
 """The controller as a launcher has it: started again, where it was."""
 
 import asyncio
+import errno
+import functools
 import os
 import signal
 import socket
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.runtime import async_connections, protocol
+from moc.runtime import async_connections, child_processes, protocol
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.protocol import Message, WireError
 from tests.unit.runtime.peers import TOKEN
@@ -66,3 +68,51 @@ def test_restarted_controller_keeps_its_port_reserved(number, monkeypatch, caplo
     asyncio.run(main())
     why = "has died" if number == signal.SIGKILL else "has not answered for 4 s"
     assert f"the controller {why}: started again" in caplog.text
+
+
+def test_controller_outlives_name_service_and_failed_start(monkeypatch, caplog):
+    """Its health is checked without a name, and it is started until that succeeds."""
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
+    start, failures = child_processes.start_reporting, [OSError(errno.EAGAIN, "too many processes")]
+
+    async def start_or_fail(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return await start(*arguments, **options)
+
+    async def main():
+        flags = SimpleNamespace(**FLAGS | {"endpoints": ("localhost:0",), "silence_timeout_s": 1.0})
+        async with ControllerProcess(flags, TOKEN) as controller:
+            await controller.start()
+            keeping, first = asyncio.create_task(controller.run()), controller._process.pid
+            checks = []
+            monkeypatch.setattr(socket, "getaddrinfo", functools.partial(only_numeric, socket.getaddrinfo))
+            monkeypatch.setattr(async_connections, "check_health", counted(async_connections.check_health, checks))
+            while len(checks) < 3:
+                await asyncio.sleep(0.05)
+            assert controller._process.pid == first
+            monkeypatch.setattr(child_processes, "start_reporting", start_or_fail)
+            os.kill(first, signal.SIGKILL)
+            await asyncio.wait_for(answers(controller.bound_address), 60)
+            assert controller._process.pid != first and not keeping.done()
+            keeping.cancel()
+
+    asyncio.run(main())
+    assert "too many processes" in caplog.text
+
+
+def only_numeric(resolve, host, *arguments, **options):
+    """Resolves addresses only, as if no name server answered."""
+    if host == "localhost":
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    return resolve(host, *arguments, **options)
+
+
+def counted(check, checks):
+    """A health check that appends its answers to a list."""
+
+    async def count(*arguments):
+        checks.append(await check(*arguments))
+        return checks[-1]
+
+    return count

@@ -148,6 +148,15 @@ def test_delayed_promise_does_not_elect_at_once():
     assert not election.handle_promise(2, epoch, 3.0, 10.0) and not election.is_leader
 
 
+def test_admitted_process_has_no_promise_of_an_earlier_one():
+    agent = Follower(3, TIMES.promise_s, started_at=10.0)
+    agent.handle_request(0, sure=True, now=11.0)
+    agent.record_death(0)
+    assert agent.free_in(1, 11.0) == 3.0
+    agent.record_admission()
+    assert agent.free_in(1, 11.0) == 0.0 and agent.last_contact == 11.0
+
+
 class Voting:
     """A leader of nodes that store what it sends, and echo its beats."""
 
@@ -365,6 +374,8 @@ class Partitions(RuleBasedStateMachine):
             del self.follows[node]
             return
         if voters is not None:
+            if node not in self.stored:
+                agent.record_admission()
             self.stored[node] = voters
         if leads and follows:
             agent.record_heartbeat_reply(self.now)
@@ -376,12 +387,12 @@ class Partitions(RuleBasedStateMachine):
     def is_to_depart(self, node):
         self.leaving.add(node)
 
-    @rule(index=st.sampled_from(range(CANDIDATES)))
-    def voters_change(self, index):
-        """Nodes that are no voters any more depart."""
+    @rule(index=st.sampled_from(range(CANDIDATES)), lost=st.sets(st.sampled_from(NODES)))
+    def voters_change(self, index, lost=frozenset()):
+        """Nodes that are no voters any more depart; some that are not there are taken for lost."""
         election = self.elections[index]
         there = {node for node, with_ in self.follows.items() if with_ == index and node in self.sent}
-        election.revise_voters(there, there & self.leaving, self.now)
+        election.revise_voters(there, there & self.leaving | lost - there, self.now)
         for node in there & self.leaving:
             if election.may_order(self.now) and election.may_release(node):
                 self.dies(node)

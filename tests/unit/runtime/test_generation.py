@@ -1,16 +1,19 @@
 """The order in which neighbours in a ring connect."""
 
+import concurrent.futures
 import graphlib
 import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from moc.runtime.abort import open_sockets
-from moc.runtime.generation import cut_unauthenticated_connections, neighbours
+from moc.runtime.generation import Generation, cut_unauthenticated_connections, neighbours
 from tests.cases import each_row
 
 
@@ -65,3 +68,16 @@ def test_unauthenticated_connections_are_closed(connected):
     with socket.socket() as late, pytest.raises(TimeoutError):
         late.settimeout(0.3)
         late.connect(listener.getsockname())
+
+
+def test_ranks_wait_over_a_constant_number_of_values():
+    """With a value of each rank, which all ranks read, the store's work would grow with the square of the ranks."""
+    store, ranks = HashStore(), list(range(8))
+    generations = [Generation(3, lambda: store, torch.device("cpu")) for _ in ranks]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        wait = lambda generation: generation._wait_for_ranks("all", ranks, timedelta(minutes=1))  # noqa: E731
+        early = [pool.submit(wait, generation) for generation in generations[1:]]
+        assert not concurrent.futures.wait(early, timeout=0.2).done
+        wait(generations[0])
+        assert [future.result() for future in early] == [None] * len(early)
+    assert store.num_keys() == 2

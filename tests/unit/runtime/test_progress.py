@@ -1,6 +1,9 @@
 """What a worker tells of its main thread."""
 
 import ast
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,3 +105,11 @@ def test_waiting_worker_gets_limit_of_peer_section():
     limits.learn({"step": 1.0})
     assert limits.limit("step", waits=True) == 5000.0
     assert limits.limit("own_section", waits=False) == 5000.0
+
+
+def test_expired_lease_ends_worker_whose_console_is_full():
+    """Otherwise two workers would have its rank, if its agent is stopped."""
+    code = "from moc.runtime.progress import Lease; lease = Lease.create(); lease.end = 0.0; lease.watch()"
+    with open("/dev/full", "w") as full:
+        worker = subprocess.run([sys.executable, "-c", code], stderr=full, check=False)
+    assert worker.returncode == -signal.SIGKILL

@@ -186,3 +186,21 @@ def test_mocrun_gets_three_controller_candidates(template, tmp_path):
     job = slurm.submit(*RECIPE, LAUNCHER="mocrun", MASTER_PORT="28123", SLURM_JOB_NUM_NODES="2")
     assert job.wait() == 0
     assert (tmp_path / "seen").read_text() == "127.0.0.1:28123,b:28123,c:28123\n"
+
+
+def test_full_storage_makes_no_node_lost(tmp_path):
+    """Nobody can write then, the shell that looks included; and each node waits before it tries again."""
+    (tmp_path / "alive.0").write_text("1")
+    (tmp_path / "alive.batch").mkdir()  # which cannot be written
+    script = """
+        . scripts/slurm/job_end.sh
+        for step in 1 2 3 4; do look batch; SECONDS=$((SECONDS + 30)); done
+        is_gone 0 && echo lost
+        rmdir "$PRIVATE/alive.batch"
+        for step in 1 2 3 4; do look batch; SECONDS=$((SECONDS + 30)); done
+        is_gone 0 && echo gone
+        mkdir "$PRIVATE/alive.1"
+        sleep() { echo "waits $1" && exit; }
+        keep_beating 1
+    """
+    assert bash(script, PRIVATE=str(tmp_path)).stdout == "gone\nwaits 10\n"
