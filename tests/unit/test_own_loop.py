@@ -299,6 +299,32 @@ def test_snapshot_of_another_optimizer_is_refused(tmp_path):
     assert code_of(refused.value) == "checkpoint-of-another-model"
 
 
+def test_buffers_of_any_dtype_are_restored(tmp_path):
+    buffers = {
+        "mask": torch.tensor([True, False, True]),
+        "steps": torch.tensor(7, dtype=torch.int32),
+        "rotations": torch.tensor([1 + 2j]),
+        "scales": torch.tensor([0.5]).to(torch.float8_e5m2),
+    }
+
+    def train(values, iterations):
+        model = nn.Linear(2, 1)
+        for name, value in values.items():
+            model.register_buffer(name, value.clone())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = ft.protect(model, optimizer, data=[torch.ones(1, 2)] * 2, iterations=iterations, directory=str(tmp_path))
+        for batch in run:
+            run.model(batch).sum().backward()
+            run.step()
+        return dict(model.named_buffers())
+
+    train(buffers, 1)
+    restored = train({name: torch.zeros_like(value) for name, value in buffers.items()}, 2)
+    assert {name: value.tolist() for name, value in restored.items()} == {
+        name: value.tolist() for name, value in buffers.items()
+    }
+
+
 def test_scaler_unscales_again_after_interrupted_iteration(tmp_path):
     """The update of the interrupted iteration, which would let it unscale again, is missing."""
     model, scaler = nn.Linear(2, 1, bias=False), torch.amp.GradScaler("cpu", init_scale=8.0)
