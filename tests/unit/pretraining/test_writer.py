@@ -1,13 +1,17 @@
 """The process that writes a checkpoint beside training."""
 
+import errno
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron.pretraining.process import cpu
 from moc.runtime import child_processes
+from moc.store import dense_files
+from tests.errors import raises
 from tests.unit.pretraining.test_data import descriptors_of
 
 
@@ -38,3 +42,26 @@ def test_writer_process_and_its_children_hold_no_gpu(writer, tmp_path, monkeypat
         process.join(60)
         assert process.exitcode == 0 and json.loads((tmp_path / "told").read_text()) == [0, 0]
         assert descriptors_of(tmp_path / "nvidia0") == 1
+
+
+def test_error_of_full_disk_is_reported(writer, tmp_path, monkeypatch):
+    """The part of a file that was written takes the room of the report."""
+    staging, write_durably = dense_files.begin_save(tmp_path, 1), writer.write_durably
+    shard = writer.path_of(staging, 0)
+
+    def fill_disk(path, entries):
+        path.write_text("x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_if_room(path, text):
+        if shard.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_durably(path, text)
+
+    monkeypatch.setattr(writer, "write_shard_file", fill_disk)
+    monkeypatch.setattr(writer, "write_durably", write_if_room)
+    process = multiprocessing.get_context("fork").Process(target=writer.write_files, args=(None, staging, 0, []))
+    process.start()
+    process.join(60)
+    with raises("storage-unwritable", "No space left on device"):
+        writer.commit(tmp_path, 1, 1, None)
