@@ -135,7 +135,7 @@ class Saves(ABC):
     def newest_saved(self, seconds: float) -> int | None:
         """Returns the iteration of the newest checkpoint in ``--save``, or 0; None without an answer in ``seconds``."""
         save = self._config.checkpoint.save
-        with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
+        with contextlib.suppress(CheckpointError, OSError):  # a save is due then, and reports the error
             return within(seconds, lambda: dense_files.latest_iteration(save) or 0) if save else 0
         return 0
 

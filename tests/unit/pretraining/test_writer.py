@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,3 +66,13 @@ def test_error_of_full_disk_is_reported(writer, tmp_path, monkeypatch):
     process.join(60)
     with raises("storage-unwritable", "No space left on device"):
         writer.commit(tmp_path, 1, 1, None)
+
+
+def test_unreadable_directory_counts_as_without_checkpoint(writer, tmp_path):
+    from megatron.pretraining.checkpoint.background import Saves
+
+    unreadable = str(tmp_path / ("x" * 300))
+    with pytest.raises(OSError):
+        dense_files.latest_iteration(unreadable)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(save=unreadable))
+    assert Saves.newest_saved(SimpleNamespace(_config=config), 5.0) == 0

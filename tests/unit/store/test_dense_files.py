@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moc.errors import codes_in
+from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files as files
 from moc.store.errors import SupersededError
 from moc.store.ownership import Claim, Fence
@@ -83,6 +84,25 @@ def test_each_directory_is_synced_once(tmp_path, monkeypatch):
     final = files.publish_save(tmp_path, 1, entries)
     assert {synced.count(path.stat().st_ino) for path in (final / "a", final / "a" / "b")} == {1}
     assert synced.count(final.stat().st_ino) == 2  # for the manifest, and for the others
+
+
+def test_later_saves_do_not_list_files_of_checkpoints(tmp_path, monkeypatch):
+    listed, list_names = [], SafeDirectory.list_names
+
+    def list_and_record(directory, path=""):
+        listed.append(path)
+        return list_names(directory, path)
+
+    monkeypatch.setattr(SafeDirectory, "list_names", list_and_record)
+    fence = Fence(tmp_path, OLD)
+    for iteration in (1, 2, 3):
+        files.begin_save(tmp_path, iteration, fence)
+        files.publish_save(tmp_path, iteration, {}, fence)
+    assert not [path for path in listed if path]
+    Fence(tmp_path, NEW).take()
+    assert [path for path in listed if path] == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    with raises("directory-taken-over", "generation 0.4"):
+        files.begin_save(tmp_path, 4, fence)
 
 
 @each_row("target", ["nothing", "iter_0000003", "../outside"])
