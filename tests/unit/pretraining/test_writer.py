@@ -1,6 +1,7 @@
 """The process that writes a checkpoint beside training."""
 
 import errno
+import functools
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.pretraining.process import cpu
+from moc.errors import codes_in
 from moc.runtime import child_processes
 from moc.store import dense_files
 from tests.errors import raises
@@ -68,11 +70,19 @@ def test_error_of_full_disk_is_reported(writer, tmp_path, monkeypatch):
         writer.commit(tmp_path, 1, 1, None)
 
 
-def test_unreadable_directory_counts_as_without_checkpoint(writer, tmp_path):
-    from megatron.pretraining.checkpoint.background import Saves
+class LookingSaves:
+    """Looks for checkpoints without a job."""
 
-    unreadable = str(tmp_path / ("x" * 300))
-    with pytest.raises(OSError):
-        dense_files.latest_iteration(unreadable)
-    config = SimpleNamespace(checkpoint=SimpleNamespace(save=unreadable))
-    assert Saves.newest_saved(SimpleNamespace(_config=config), 5.0) == 0
+    def __init__(self, save, background):
+        self._config, self._log = SimpleNamespace(checkpoint=SimpleNamespace(save=save)), SimpleNamespace(message=print)
+        self.look = functools.partial(background.Saves.look, self)
+        self.newest_saved = functools.partial(background.Saves.newest_saved, self)
+
+
+def test_unreadable_directory_ends_no_recovery(writer, tmp_path, capsys):
+    from megatron.pretraining.checkpoint import background
+
+    saves = LookingSaves(str(tmp_path / ("x" * 300)), background)
+    assert saves.newest_saved(5.0) is None and codes_in(capsys.readouterr().out) == ["storage-silent"]
+    with pytest.raises(OSError):  # a start needs the directory
+        saves.look(None, lambda: dense_files.latest_iteration(saves._config.checkpoint.save))
