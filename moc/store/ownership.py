@@ -227,6 +227,8 @@ class Fence:
         with self._tree.directory(creates=True):
             pass
         if self._has_begun and (holder := self.read()) is not None and holder.claim == self.claim:
+            self._lock_liveness()  # the file may have been removed
+            self._lock_ownership(True)
             return  # each save takes the directory, and older terms have nothing left in its checkpoints
         try:
             self._take()
