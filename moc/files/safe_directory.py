@@ -304,11 +304,13 @@ class SafeDirectory:
                 directory = opened.enter_context(self.directory(path))
             except (FileNotFoundError, NotADirectoryError):
                 return
-            mount = _mount_id(directory)
+            mount, is_changed = _mount_id(directory), False
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     _delete(directory, name, mount, _MAX_DEPTH)
-            os.fsync(directory)
+                    is_changed = True
+            if is_changed:
+                os.fsync(directory)
 
     def link(self, source: str, path: str) -> None:
         """Gives a file another name in this directory, and replaces an existing file; the name's directory is made.
