@@ -288,18 +288,28 @@ class SafeDirectory:
         and of the root's entries deletes only those with a name that this package gives.
         """
         parent, name = self._split_path(path)
-        if not (self._is_owned or _DELETABLE_NAMES.fullmatch(self._path_parts(path)[0])):
-            raise RefusedFileError(
-                "no program of this package makes such a name, so none deletes it. Fix: remove it yourself",
-                self.root / path,
-            )
+        self.remove_entries(parent, [name])
+
+    def remove_entries(self, path: str, names: Iterable[str]) -> None:
+        """Like :meth:`remove`, for several entries of a directory, which is synced once."""
+        for name in (names := list(names)):
+            entry = f"{path}/{name}" if path else name
+            if not (self._is_owned or _DELETABLE_NAMES.fullmatch(self._path_parts(entry)[0])):
+                raise RefusedFileError(
+                    "no program of this package makes such a name, so none deletes it. Fix: remove it yourself",
+                    self.root / entry,
+                )
         with contextlib.ExitStack() as opened:
             try:
-                directory = opened.enter_context(self.directory(parent))
+                directory = opened.enter_context(self.directory(path))
             except (FileNotFoundError, NotADirectoryError):
                 return
-            with contextlib.suppress(FileNotFoundError):
-                _delete(directory, name, _mount_id(directory), _MAX_DEPTH)
+            mount, is_changed = _mount_id(directory), False
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    _delete(directory, name, mount, _MAX_DEPTH)
+                    is_changed = True
+            if is_changed:
                 os.fsync(directory)
 
     def link(self, source: str, path: str) -> None:

@@ -27,7 +27,7 @@ from moc.recovery.sources import (
     recovery_paths,
 )
 from moc.state.operators import Detail, Operator
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, for_each
 from moc.store.manifest import Manifest, merge_manifests
 from moc.store.store import Store, checkpoint_name, is_shard_file
 
@@ -301,12 +301,13 @@ def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, 
 
     Checkpoints with unreadable manifests are retained. So are checkpoints newer than ``upto``, the newest of this run,
     and checkpoints of an incomplete window.
+
+    Raises:
+        OSError: a checkpoint cannot be removed; the others are.
     """
     checkpoints = [checkpoint for checkpoint in in_storage(list_checkpoints(store)[0]) if checkpoint.iteration <= upto]
     needed_keys = needed(checkpoints, operators, exact, keep)
-    for checkpoint in checkpoints:
-        if checkpoint.key not in needed_keys:
-            store.remove(checkpoint.iteration)
+    for_each((checkpoint.iteration for checkpoint in checkpoints if checkpoint.key not in needed_keys), store.remove)
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,23 @@ class Saver:
         unfinished = {write: buffer for write, buffer in self._written.items() if not write.done()}
         self._written = unfinished | {snapshot.persisted: snapshot.buffer}
 
+    def check_room(self, nbytes: int) -> None:
+        """Checks that storage has room for a part of ``nbytes`` bytes.
+
+        Raises:
+            CheckpointError: it has not.
+            OSError: storage fails.
+        """
+        assert self._storage is not None  # callers write there
+        storage = self._storage.storage
+        free = storage.free_bytes()
+        if free is not None and free < nbytes:
+            raise CheckpointError(
+                f"{storage.name} has {free:,} bytes left, and the part of rank {self._rank} has {nbytes:,}. "
+                "Fix: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir",
+                code="disk-full",
+            )
+
     def close(self, patience: float = 0.0) -> None:
         """Ends pending work, and keeps or frees the buffers; files named in memory or storage stay.
 
@@ -409,13 +426,7 @@ class Saver:
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
         assert self._storage is not None  # persist() needs storage
         storage = self._storage.storage
-        free = storage.free_bytes()
-        if free is not None and free < part.file.bytes:
-            raise CheckpointError(
-                f"{storage.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,}. "
-                "Fix: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir",
-                code="disk-full",
-            )
+        self.check_room(part.file.bytes)
         try:
             self._storage.write_file(iteration, self._rank, self._chunks(parts))
             reach("persisting")

@@ -43,6 +43,11 @@ class ModuleStateError(UserError, ValueError):
     code = "module-state-invalid"
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor of any layout, uint8 of shape [nbytes]; a view if it is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def size_of(values: Mapping[str, Any]) -> int:
     """Returns the number of bytes that :func:`pack` writes for the supported ones among some values."""
     header, tensors = _described({path: value for path, value in values.items() if _is_supported(value)})
@@ -68,7 +73,7 @@ def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
     text = len(header).to_bytes(8, "little") + header
     target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for tensor in tensors:
-        target[offset : offset + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8), non_blocking=True)
+        target[offset : offset + tensor.nbytes].copy_(flat_bytes(tensor), non_blocking=True)
         offset += _aligned(tensor.nbytes)
 
 
@@ -151,7 +156,8 @@ def _as_tensor(value: Any) -> tuple[str, torch.Tensor]:
     if isinstance(value, numpy.generic):
         return "number", torch.from_numpy(numpy.array(value))
     if isinstance(value, numpy.ndarray):
-        return "array", torch.from_numpy(value)
+        native = numpy.ascontiguousarray(value, value.dtype.newbyteorder("="))  # no negative strides
+        return "array", torch.from_numpy(native.reshape(value.shape))
     raise TypeError(f"values of type {type(value).__name__} have no representation without pickle")
 
 

@@ -24,6 +24,7 @@ import numpy
 import torch
 
 from moc.errors import UserError
+from moc.state.module_bytes import flat_bytes
 
 FULL_RECORDS = 2
 """Iterations that record every value."""
@@ -163,7 +164,8 @@ def _restore(saved: SavedValue) -> Any:
     elif isinstance(value, torch.Generator):
         value.set_state(saved.content)
     elif isinstance(value, numpy.ndarray):
-        value[...] = saved.content
+        if value.flags.writeable:
+            value[...] = saved.content
     elif isinstance(value, (set, collections.deque)):
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(saved.content)
@@ -184,7 +186,7 @@ def _restore(saved: SavedValue) -> Any:
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors of one shape have the same bits."""
-    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (first, second)))
+    return torch.equal(flat_bytes(first), flat_bytes(second))
 
 
 def differs(saved: SavedValue, value: Any) -> bool:

@@ -53,9 +53,14 @@ class HostBuffer:
             ) from None
         self.memory: memoryview = memoryview(self._map)
         self.values: torch.Tensor = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
-        self._pinned = pin and nbytes > 0
-        if self._pinned:
-            _check_cuda(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
+        self._pinned = False
+        if pin and nbytes > 0:
+            try:
+                _check_cuda(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
+            except CheckpointError:
+                self.close()
+                raise
+            self._pinned = True
 
     def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes [start, stop) as a flat tensor."""
@@ -79,8 +84,9 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
         if nbytes > psutil.virtual_memory().available:  # otherwise only the OOM killer would limit it
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("snapshot")
-        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     try:
+        if path is None:
+            os.posix_fallocate(descriptor, 0, max(nbytes, 1))
         return mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError:
         if path is not None:

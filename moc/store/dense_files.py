@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from moc.cli_output import print_once
+from moc.errors import warning
 from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name, short_repr
 from moc.files.safe_directory import (
@@ -225,11 +227,12 @@ def begin_save(root: str | Path, iteration: int, fence: Fence | None = None) -> 
     with SafeDirectory(root).directory(creates=True):
         pass
     if fence is not None:  # its file needs room, which this launch's last save may have taken
-        _remove_all(root, f".iter_*.{_tag(fence)}.incomplete")
-        fence.take(lambda: _remove_all(root, _UNFINISHED))
+        _remove_leftovers(root, f".iter_*.{_tag(fence)}.incomplete")
+        fence.take(lambda: _remove_leftovers(root, _UNFINISHED))
     restore_replaced(root)
-    _remove_all(root, _UNFINISHED)
+    _remove_leftovers(root, _UNFINISHED)
     staging = staging_path(root, iteration, _tag(fence))
+    SafeDirectory(root).remove(staging.name)
     staging.mkdir()
     return staging
 
@@ -240,9 +243,25 @@ def give_up(root: str | Path, iteration: int, fence: Fence) -> None:
         SafeDirectory(root).remove(staging_path(root, iteration, _tag(fence)).name)
 
 
-def _remove_all(root: Path, pattern: str) -> None:
+def _remove_leftovers(root: Path, pattern: str) -> None:
     for leftover in root.glob(pattern):
-        SafeDirectory(root).remove(leftover.name)
+        with _reporting_leftover(leftover):
+            SafeDirectory(root).remove(leftover.name)
+
+
+@contextlib.contextmanager
+def _reporting_leftover(path: Path) -> Iterator[None]:
+    """Context for a removal that saves do not depend on: an error is printed, and later saves try again."""
+    try:
+        yield
+    except OSError as error:
+        print_once(
+            warning(
+                f"{path} cannot be removed ({error.strerror or error}), and takes room. Fix: correct its permissions, "
+                "or remove it; the next save tries again",
+                code="storage-unwritable",
+            )
+        )
 
 
 def publish_save(
@@ -278,8 +297,8 @@ def publish_save(
     check = None if fence is None else fence.check
     try:
         write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
-        for directory in {staging, *(staging / name for name in files)}:
-            sync_directory(directory if directory.is_dir() else directory.parent)
+        for directory in {".", *(str(parent) for name in files for parent in PurePath(name).parents)}:
+            sync_directory(staging / directory)
         _replace(staging, final, check)
         sync_directory(root)
         SafeDirectory(root).write(TRACKER_FILE, [str(iteration).encode()], tag=_tag(fence), check=check)
@@ -287,7 +306,7 @@ def publish_save(
         if check is not None:
             check()
         raise
-    with contextlib.suppress(OSError):
+    with _reporting_leftover(_replaced_path(final)):
         SafeDirectory(root).remove(_replaced_path(final).name)
     if not retain_interval:
         return final
@@ -295,7 +314,8 @@ def publish_save(
         if older < iteration and older % retain_interval:
             if check is not None:
                 check()
-            remove_checkpoint(root, older)
+            with _reporting_leftover(checkpoint_path(root, older)):  # the new checkpoint is published anyway
+                remove_checkpoint(root, older)
     return final
 
 
@@ -306,8 +326,9 @@ def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> No
         os.rename(final, _replaced_path(final))
     try:
         os.rename(staging, final)
-    except FileNotFoundError:
-        restore_replaced(final.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            restore_replaced(final.parent)
         raise
 
 
@@ -334,7 +355,8 @@ def restore_replaced(root: str | Path) -> None:
     for replaced in Path(root).glob(".iter_*.replaced"):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if os.path.lexists(original):
-            SafeDirectory(root).remove(replaced.name)
+            with _reporting_leftover(replaced):
+                SafeDirectory(root).remove(replaced.name)
         else:
             os.rename(replaced, original)
 

@@ -1,11 +1,24 @@
 """Errors of checkpoints and storage."""
 
 import errno
+from collections.abc import Callable, Iterable
 
 from moc.errors import UserError
 
 OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 """Error numbers of too little memory."""
+
+
+def for_each[T](items: Iterable[T], action: Callable[[T], None]) -> None:
+    """Applies an action to every item, also after an OSError; then raises the first one."""
+    errors: list[OSError] = []
+    for item in items:
+        try:
+            action(item)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class CheckpointError(UserError, RuntimeError):

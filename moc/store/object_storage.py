@@ -141,9 +141,17 @@ class ObjectStorage(Storage):
         Raises:
             PermissionError: some objects remain; S3 does not report this for bulk removals.
         """
+        self._remove(path, lambda key: True)
+
+    def remove_files(self, directory: str, names: Iterable[str]) -> None:
+        """See :class:`Storage`; errors as for :meth:`remove`."""
+        if keys := {self._key(f"{directory}/{name}") for name in names}:
+            self._remove(directory, lambda key: key.lstrip("/") in keys)
+
+    def _remove(self, path: str, selects: Callable[[str], bool]) -> None:
         key = self._key(path)
         with self._translated_errors(path):
-            if keys := list(filter(self._is_own_key, self._fs.find(key))):
+            if keys := [name for name in self._fs.find(key) if self._is_own_key(name) and selects(name)]:
                 self._fs.rm(list(map(glob.escape, keys)))  # rm() may interpret characters of the prefix as a pattern
                 if remaining := set(keys).intersection(self._fs.find(key)):
                     raise PermissionError(f"{len(remaining)} of {len(keys)} objects are not removed")

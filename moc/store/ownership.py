@@ -208,7 +208,7 @@ class Fence:
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
         self._root, self.claim, self._patience, self._tree = root, claim, patience, SafeDirectory(root)
         self._lock: _Lock | None = None
-        self._other_owner = ""
+        self._other_owner, self._has_begun = "", False
 
     def take(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Begins the term of the claim; from then on, older terms cannot publish.
@@ -226,6 +226,10 @@ class Fence:
         """
         with self._tree.directory(creates=True):
             pass
+        if self._has_begun and (holder := self.read()) is not None and holder.claim == self.claim:
+            self._lock_liveness()  # the file may have been removed
+            self._lock_ownership(True)
+            return  # each save takes the directory, and older terms have nothing left in its checkpoints
         try:
             self._take()
         except OSError as error:
@@ -280,18 +284,18 @@ class Fence:
     def _try_begin(self) -> bool:
         """Tries to begin the term; False if another launch is alive or was faster."""
         self._lock_liveness()
-        has_begun = False
+        self._has_begun = False
         try:
             if self._try_write():
                 self._sweep()
                 self._lock_liveness()  # the previous owner may have swept the lock away
                 self._lock_ownership(True)
                 owner = self.read()
-                has_begun = owner is not None and owner.claim == self.claim
+                self._has_begun = owner is not None and owner.claim == self.claim
         finally:
-            if not has_begun:
+            if not self._has_begun:
                 self._lock_ownership(False)
-        return has_begun
+        return self._has_begun
 
     def _try_write(self) -> bool:
         """Writes the fence, unless another launch is alive or faster."""

@@ -20,19 +20,28 @@ import numpy
 import torch
 
 from moc.errors import cause_of
-from moc.state.operators import MODULE_STATE, Fragment, Region
+from moc.state.operators import MODULE_STATE, Fragment, Region, UnsupportedStateError
 from moc.store.errors import DamagedTensorError, MissingTensorError
 from moc.store.header import BoxWithTexts, FileLayout, read_boxes
 from moc.store.manifest import FileEntry, compute_digest
 from moc.store.storage import Blob, LocalBlob
 
 _DTYPES = {
+    "C64": torch.complex64,
     "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
+    "U64": torch.uint64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
     "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -67,7 +76,13 @@ class TensorBox(BoxWithTexts):
 
     @property
     def stored_as(self) -> str:
-        """Name of the dtype in safetensors."""
+        """Name of the dtype in safetensors; raises UnsupportedStateError if it has none."""
+        if self.dtype not in _NAMES:
+            raise UnsupportedStateError(
+                f"{self.slot} of {self.name} has dtype {self.dtype}, which files of snapshots cannot hold. Fix: keep "
+                "it in another dtype",
+                code="dtype-unsupported",
+            )
         return _NAMES[self.dtype]
 
     @property

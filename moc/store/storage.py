@@ -207,6 +207,10 @@ class Storage(ABC):
         """Removes a file or a directory tree, if it exists."""
 
     @abstractmethod
+    def remove_files(self, directory: str, names: Iterable[str]) -> None:
+        """Removes files of a directory, if they exist."""
+
+    @abstractmethod
     def remove_directory(self, directory: str, first: str, mark: str) -> None:
         """Removes a directory of files safely even if the caller has been superseded.
 
@@ -316,6 +320,10 @@ class LocalStorage(Storage):
             SafeDirectory(self.root.parent, is_owned=True).remove(self.root.name)
         else:
             raise ValueError(f"{self.name} is the directory of the checkpoints, which is never removed")
+
+    def remove_files(self, directory: str, names: Iterable[str]) -> None:
+        """See :class:`Storage`; the removal is durable."""
+        self._directory.remove_entries(directory, names)
 
     def remove_directory(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`.

@@ -9,6 +9,7 @@ import re
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from moc.errors import cause_of
 from moc.files import decode
 from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError
 from moc.store import manifest as manifests
-from moc.store.errors import CheckpointError, DamagedTensorError
+from moc.store.errors import CheckpointError, DamagedTensorError, for_each
 from moc.store.manifest import FileEntry, Manifest, RankReport, compute_digest
 from moc.store.object_storage import ObjectStorage
 from moc.store.ownership import Claim, term_in
@@ -29,6 +30,7 @@ from moc.store.storage import Blob, LocalStorage, Storage
 SUFFIX = ".safetensors"
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
+_REPORT = re.compile(r"\.rank_(\d{5,})\.(?:.+\.)?json")
 _RANK = re.compile(r"rank_(?P<rank>\d{5,})(?P<part>\.\d+)?\.safetensors")
 _CHUNK = 16 << 20  # bytes per write
 _HIDDEN_MARK = f"{manifests.MANIFEST_FILE}.superseded"
@@ -202,7 +204,11 @@ class Store:
                 "save again",
                 code="checkpoint-removed",
             )
-        return [known_reports.get(rank) or self._read_report(iteration, rank, names) for rank in ranks]
+        names_by_rank: dict[int, list[str]] = defaultdict(list)
+        for name in names:
+            if match := _REPORT.fullmatch(name):
+                names_by_rank[int(match[1])].append(name)
+        return [known_reports.get(rank) or self._read_report(iteration, rank, names_by_rank[rank]) for rank in ranks]
 
     def is_publishable(self, iteration: int, ranks: Iterable[int]) -> bool:
         """Returns whether a checkpoint is published, or could be because all these ranks have reported."""
@@ -237,9 +243,12 @@ class Store:
                     raise CheckpointError(f"nothing is published: {damage}. Fix: save again", code="part-overwritten")
         names = self.storage.list_names(directory)  # before publishing: files written later are not removed
         self.storage.write(f"{directory}/{manifests.MANIFEST_FILE}", [manifest.to_json().encode()])
-        for name in names:
-            if name != manifests.MANIFEST_FILE and name not in manifest.files:
-                self.storage.remove(f"{directory}/{name}")
+        superseded = [name for name in names if name != manifests.MANIFEST_FILE and name not in manifest.files]
+        try:
+            self.storage.remove_files(directory, superseded)
+        except OSError:  # readers ignore these files, except marks
+            if not self._is_published(manifest.iteration):
+                raise
 
     def remove(self, iteration: int) -> None:
         """Removes a checkpoint, manifest first, so that a kill midway leaves no partial checkpoint."""
@@ -265,8 +274,7 @@ class Store:
 
     def remove_unpublished(self) -> None:
         """Removes the leftovers of killed saves; files and manifests that were set aside stay."""
-        for iteration in self._list_iterations():
-            self.abandon_save(iteration)
+        for_each(self._list_iterations(), self.abandon_save)
 
     def abandon_save(self, iteration: int) -> None:
         """Like :meth:`remove_unpublished`, for one iteration whose save failed."""
@@ -276,8 +284,7 @@ class Store:
             self.remove(iteration)
         elif hidden := [name for name in names if name.startswith(".")]:
             self._check()
-            for name in hidden:  # reports of overwritten files, and unfinished files
-                self.storage.remove(f"{directory}/{name}")
+            self.storage.remove_files(directory, hidden)  # reports of overwritten files, and unfinished files
 
     def remove_all(self) -> None:
         """Removes all checkpoints and other files, and last the ownership files and the location itself."""
@@ -336,13 +343,10 @@ class Store:
                 self.storage.remove(directory)
 
     def _read_report(self, iteration: int, rank: int, names: Iterable[str]) -> RankReport:
-        claim, prefix = self.storage.claim, f".rank_{rank:05d}."
-        name = f"{prefix}json"
+        claim, name = self.storage.claim, f".rank_{rank:05d}.json"
         if claim is not None:
-            tagged = [n for n in names if n.startswith(prefix) and n.endswith(".json") and claim.made(n)]
-            name = max(
-                tagged, key=lambda file_name: term_in(file_name) or ("", (0, 0)), default=f"{prefix}{claim.tag}.json"
-            )
+            tagged, own = filter(claim.made, names), f".rank_{rank:05d}.{claim.tag}.json"
+            name = max(tagged, key=lambda file_name: term_in(file_name) or ("", (0, 0)), default=own)
         path = f"{checkpoint_name(iteration)}/{name}"
         try:
             part = RankReport.from_json(self.storage.read(path).decode())

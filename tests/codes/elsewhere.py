@@ -11,6 +11,7 @@ TESTS = {
     "device-broken": "unit/runtime/test_membership.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",
+    "dtype-unsupported": "unit/store/test_shard_file.py",
     "elastic-domain-too-small": "unit/pretraining/test_elastic_flags.py",
     "elastic-plans-differ": "integration/test_elastic.py",
     "elastic-unsupported": "unit/pretraining/test_elastic_entry.py",

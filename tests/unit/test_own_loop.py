@@ -1,6 +1,7 @@
 """Names, positions and refusals of moc.torch, without workers."""
 
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,8 @@ from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import Detail, UnsupportedStateError
 from moc.state.record import Position, StepRecord
+from moc.store.storage import LocalStorage
+from moc.store.store import Store
 from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
 from moc.torch.engine import Loop, LoopEngine, clip_gradients
 from moc.torch.naming import Router, structure_of
@@ -297,6 +300,55 @@ def test_snapshot_of_another_optimizer_is_refused(tmp_path):
     with pytest.raises(UserError) as refused:
         train(torch.optim.AdamW, 3)
     assert code_of(refused.value) == "checkpoint-of-another-model"
+
+
+def test_buffers_of_any_dtype_are_restored(tmp_path):
+    buffers = {
+        "mask": torch.tensor([True, False, True]),
+        "steps": torch.tensor(7, dtype=torch.int32),
+        "rotations": torch.tensor([1 + 2j]),
+        "scales": torch.tensor([0.5]).to(torch.float8_e5m2),
+    }
+
+    def train(values, iterations):
+        model = nn.Linear(2, 1)
+        for name, value in values.items():
+            model.register_buffer(name, value.clone())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = ft.protect(model, optimizer, data=[torch.ones(1, 2)] * 2, iterations=iterations, directory=str(tmp_path))
+        for batch in run:
+            run.model(batch).sum().backward()
+            run.step()
+        return dict(model.named_buffers())
+
+    train(buffers, 1)
+    restored = train({name: torch.zeros_like(value) for name, value in buffers.items()}, 2)
+    assert {name: value.tolist() for name, value in restored.items()} == {
+        name: value.tolist() for name, value in buffers.items()
+    }
+
+
+def test_last_partial_snapshot_stays_on_full_disk(tmp_path, monkeypatch):
+    """The full snapshot at the end has the same name, and its larger files do not fit."""
+    monkeypatch.setattr("moc.session.saving.pipeline.LAST_TRIES_S", ())
+    free_bytes, is_full = LocalStorage.free_bytes, threading.Event()
+
+    def full_after_last_iteration(storage):
+        if (storage.root / "iter_0000003" / "manifest.json").exists():
+            is_full.set()
+        return 100 if is_full.is_set() else free_bytes(storage)
+
+    monkeypatch.setattr(LocalStorage, "free_bytes", full_after_last_iteration)
+    model = Model("list")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.arange(72).view(8, 9) % 32] * 3
+    options = {"policy": "pec", "options": {"k": 1}, "tier": "disk", "iterations": 3, "directory": str(tmp_path)}
+    run = ft.protect(model, optimizer, data=batches, **options)
+    with pytest.raises(UserError, match="of iteration 3, is not saved .the newest one there is of iteration 3"):
+        for tokens in run:
+            run.model(tokens).sum().backward()
+            run.step()
+    assert Store(LocalStorage(tmp_path)).read_manifest(3).iteration == 3
 
 
 def test_scaler_unscales_again_after_interrupted_iteration(tmp_path):

@@ -136,8 +136,27 @@ class Saves(ABC):
         """Returns the iteration of the newest checkpoint in ``--save``, or 0; None without an answer in ``seconds``."""
         save = self._config.checkpoint.save
         with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
-            return within(seconds, lambda: dense_files.latest_iteration(save) or 0) if save else 0
+            return self.look(seconds, lambda: dense_files.latest_iteration(save) or 0) if save else 0
         return 0
+
+    def look(self, seconds: float | None, find: Callable[[], int | None]) -> int | None:
+        """Returns what ``find`` finds in a directory of checkpoints; None if it has not answered in ``seconds``.
+
+        With such a limit the run can continue from elsewhere, so an error is reported, and counts as no answer.
+        """
+        try:
+            return within(seconds, find)
+        except OSError as error:
+            if seconds is None:
+                raise
+            self._log.message(
+                warning(
+                    f"checkpoints cannot be looked for ({cause_of(error)}), and the run continues without them. Fix: "
+                    "repair the directories of --save and --load",
+                    code="storage-silent",
+                )
+            )
+            return None
 
     def save(self, position: Position) -> None:
         """Saves a checkpoint, or with ``--async-save`` starts a save; waits for an earlier save first.

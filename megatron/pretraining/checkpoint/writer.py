@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.pretraining.checkpoint.fragments import path_of
 from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
-from moc.files.safe_directory import SafeDirectory, write_durably
+from moc.files.safe_directory import SafeDirectory, remove_owned, write_durably
 from moc.runtime.child_processes import attach_without_gpus
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
@@ -41,16 +41,18 @@ def write_files(
     os.register_at_fork(after_in_child=functools.partial(attach_without_gpus, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
+    shard = path_of(staging, rank)
     try:
         if entries is not None:
-            path_of(staging, rank).parent.mkdir(exist_ok=True)
-            write_shard_file(path_of(staging, rank), entries)
-        written = [*staging.glob(f"__{rank}_*"), *([path_of(staging, rank)] if entries is not None else [])]
-        report = {"files": {str(path.relative_to(staging)): dense_files.describe_file(path) for path in written}}
+            shard.parent.mkdir(exist_ok=True)
+            write_shard_file(shard, entries)
+        written = [*staging.glob(f"__{rank}_*"), *([shard] if entries is not None else [])]
+        files = {str(path.relative_to(staging)): dense_files.describe_file(path) for path in written}
+        write_durably(_report(staging, rank), json.dumps({"files": files}))
     except Exception as error:  # rank 0 must learn of any failure
-        report = {"error": f"worker {rank}: {error}"}
-    with contextlib.suppress(OSError):  # rank 0 treats a missing report as a failure
-        write_durably(_report(staging, rank), json.dumps(report))
+        with contextlib.suppress(OSError):  # rank 0 treats a missing report as a failure
+            remove_owned(shard)  # the report needs room
+            write_durably(_report(staging, rank), json.dumps({"error": f"worker {rank}: {error}"}))
 
 
 def commit(
@@ -74,7 +76,6 @@ def commit(
     staging = dense_files.staging_path(root, iteration, fence.claim.tag if fence is not None else "")
     described = {}
     for rank in range(workers):
-        path = _report(staging, rank)
         report = _read_report(staging, rank)
         if report.error is not None:
             raise CheckpointError(
@@ -83,7 +84,7 @@ def commit(
                 code="storage-unwritable",
             )
         described |= report.files
-        SafeDirectory(root).remove(path.relative_to(root).as_posix())
+    SafeDirectory(root).remove_entries(staging.name, (_report(staging, rank).name for rank in range(workers)))
     for path in staging.rglob("*"):
         name = str(path.relative_to(staging))
         if name not in described and path.is_file():

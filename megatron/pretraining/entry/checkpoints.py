@@ -36,7 +36,6 @@ from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.logging.writers import WandbWriter
 from megatron.pretraining.parts import WorkerParts
-from moc.background import within
 from moc.fault_points import reach
 from moc.files.safe_directory import write_durably
 from moc.runtime.collectives import first_reported, run_on_rank0
@@ -71,7 +70,7 @@ class StockCheckpoints(Saves):
     def newest(self, seconds: float | None = None, run: str = "") -> int | None:
         self.run = run
         look = lambda: lineage.newest(self._command())  # noqa: E731
-        return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
+        return run_on_rank0(lambda: self.look(seconds, look), "cannot look for a checkpoint")
 
     def check(self, iteration: int, run: str) -> None:
         self.run = run or self.run

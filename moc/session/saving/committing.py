@@ -27,7 +27,7 @@ from moc.session.peers import CopyOutcome
 from moc.session.tiers import Tiers
 from moc.snapshot.saver import Snapshot
 from moc.state.operators import Region, operator_of
-from moc.store.errors import CheckpointError, InsufficientMemoryError
+from moc.store.errors import CheckpointError, InsufficientMemoryError, for_each
 from moc.store.header import FileLayout, StoredBox, SubFile, extract_sub_file, read_boxes
 from moc.store.manifest import REPLICAS_KEY, FileEntry, Manifest, RankReport, assemble, compute_digest, replicas_entry
 from moc.store.store import Store, checkpoint_name
@@ -187,16 +187,12 @@ class Committer:
         self._remove_all()
 
     def _remove_all(self) -> None:
-        errors: list[OSError] = []
-        for iteration in sorted(self._to_remove):
-            self._check_abandoned()
-            try:
-                self._tiers.storage.abandon_save(iteration)
-                self._to_remove.remove(iteration)
-            except OSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        for_each(sorted(self._to_remove), self._remove_one)
+
+    def _remove_one(self, iteration: int) -> None:
+        self._check_abandoned()
+        self._tiers.storage.abandon_save(iteration)
+        self._to_remove.remove(iteration)
 
     def _commit_in_storage(
         self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float]

@@ -30,7 +30,7 @@ from typing import Any
 
 from moc.errors import code_of, with_code
 from moc.policy import Capability, Policy, SnapshotPlan, check_plan, full_plan, recovers_exactly
-from moc.runtime.collectives import first_reported, run_on_rank0, sum_over_workers
+from moc.runtime.collectives import first_reported, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
@@ -435,8 +435,14 @@ class FinalSave:
         """Begins a full snapshot at the end of a run; no other is pending or follows."""
         components = self._components
         full = full_plan(components.policy, iteration)
+        nbytes, problem = components.contents.share(full.operators).layout.nbytes, "cannot replace a partial snapshot"
         with self._recording_errors():
-            run_on_rank0(lambda: components.tiers.storage.remove(iteration), "cannot replace a partial snapshot")
+            if self._storage.holds(iteration):
+                run_on_all(lambda: components.saver.check_room(nbytes), problem)
+            run_on_rank0(lambda: components.tiers.storage.remove(iteration), problem)
+            self._storage.on_removed(iteration)
+        if self._storage.holds(iteration):
+            return
         if not self._reservation.rotation.holds(iteration):
             self._pipeline.begin(full, full)
             return

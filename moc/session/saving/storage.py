@@ -444,6 +444,16 @@ class StorageTier:
         self.newest = self.persisted.iteration or None
         self.health.on_stored(self.newest)
 
+    def holds(self, iteration: int) -> bool:
+        """Whether storage holds a snapshot of an iteration, complete or partial; identical on all workers."""
+        return iteration in self._available
+
+    def on_removed(self, iteration: int) -> None:
+        """Records that storage no longer has a snapshot."""
+        if self._available.pop(iteration, None) is not None:
+            self.persisted = Persisted.of(self._available.values(), self._policy)
+            self.newest = self.persisted.iteration or None
+
     def on_failure(self, plan: SnapshotPlan, storage: SnapshotPlan, in_memory: bool) -> None:
         """Records that a snapshot could not be saved to storage, because of :attr:`problem`.
 

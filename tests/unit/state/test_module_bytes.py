@@ -33,7 +33,10 @@ VALUES = {
     "scalar": torch.tensor(7),
     "empty": torch.zeros(0, 3),
     "transposed": torch.arange(6).reshape(2, 3).t(),
+    "expanded": torch.ones(1).expand(4),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
     "array": numpy.arange(4.0),
+    "reversed": numpy.arange(3)[::-1],
     "number": numpy.float32(1.5),
 }
 
@@ -48,6 +51,10 @@ def test_values_keep_type_dtype_and_bits():
     read = unpack(packed(VALUES), {})
     assert repr(read) == repr(VALUES)
     assert read["last"].maxlen == 5 and read["bf16"].dtype is torch.bfloat16
+
+
+def test_array_of_other_byte_order_keeps_values():
+    assert unpack(packed({"a": numpy.arange(3, dtype=">i4")}), {})["a"].tolist() == [0, 1, 2]
 
 
 def test_existing_tensors_and_generators_are_filled_in_place():

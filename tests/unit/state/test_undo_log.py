@@ -28,6 +28,8 @@ class Stateful(torch.nn.Linear):
         self.last, self.by_key = collections.deque([1], maxlen=2), {"a": 1, "b": torch.zeros(2)}
         self.items, self.kinds, self.array = [1, torch.ones(1)], {1}, numpy.zeros(3)
         self.generator = torch.Generator().manual_seed(1)
+        self.expanded, self.conjugate = torch.ones(1).expand(3), torch.tensor([1 + 2j]).conj()
+        self.read_only = numpy.broadcast_to(numpy.ones(1), (2,))
 
 
 def field_values(module: Stateful) -> dict:

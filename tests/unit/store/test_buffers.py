@@ -1,11 +1,13 @@
 """Host memory for snapshots: in place from the beginning, and with a name it outlives the process."""
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -98,6 +100,23 @@ def test_too_little_memory_is_an_early_error(small_memory):
         HostBuffer(2 << 20, small_memory / "slots" / "rank_00000.0")
     assert not list((small_memory / "slots").iterdir())
     assert HostBuffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19
+
+
+def test_failed_buffer_leaves_neither_file_nor_descriptor(tmp_path, monkeypatch):
+    refuses = SimpleNamespace(cudaHostRegister=lambda *arguments: 1)
+    monkeypatch.setattr("moc.store.buffers._cudart", lambda: refuses)
+    with raises("memory-lock-refused", "ulimit"):
+        HostBuffer(64, tmp_path / "buffer", pin=True)
+    assert not list(tmp_path.iterdir())
+
+    def fail(*arguments):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    before = os.listdir("/proc/self/fd")
+    with raises("memory-full", "host memory"):
+        HostBuffer(64)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_memory_above_capacity_is_refused_before_allocation():

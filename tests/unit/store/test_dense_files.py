@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moc.errors import codes_in
+from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files as files
 from moc.store.errors import SupersededError
 from moc.store.ownership import Claim, Fence
@@ -25,12 +27,12 @@ def memory():
         yield Path(directory)
 
 
-def save(root, iteration, content):
+def save(root, iteration, content, **options):
     staging = files.begin_save(root, iteration)
     (staging / "optimizer").mkdir()
     (staging / "optimizer" / "a").write_text(content)
     entries = {"optimizer/a": files.describe_file(staging / "optimizer" / "a")}
-    return files.publish_save(root, iteration, entries)
+    return files.publish_save(root, iteration, entries, **options)
 
 
 def newest(root):
@@ -49,6 +51,58 @@ def test_saved_checkpoint_is_found_complete(tmp_path):
     assert files.list_iterations(tmp_path) == [3, 12]
     files.remove_checkpoint(tmp_path, 3)
     assert files.list_iterations(tmp_path) == [12]
+
+
+def not_removable(path):
+    """Makes a directory with more levels than are deleted."""
+    path.joinpath(*["level"] * 40).mkdir(parents=True)
+
+
+def test_saves_do_not_depend_on_removals(tmp_path, capsys):
+    save(tmp_path, 1, "one")
+    not_removable(tmp_path / "iter_0000001")
+    not_removable(tmp_path / ".iter_0000007.killed-0-1.incomplete")
+    for iteration in (2, 3):
+        save(tmp_path, iteration, f"state {iteration}", retain_interval=10)
+        assert newest(tmp_path) == (iteration, f"state {iteration}") and files.list_iterations(tmp_path) == [iteration]
+    assert set(codes_in(capsys.readouterr().err)) == {"storage-unwritable"}
+    not_removable(files.staging_path(tmp_path, 4))
+    with pytest.raises(OSError, match="levels"):
+        save(tmp_path, 4, "four")
+
+
+def test_each_directory_is_synced_once(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file)))
+    staging = files.begin_save(tmp_path, 1)
+    (staging / "a" / "b").mkdir(parents=True)
+    entries = {}
+    for number in range(20):
+        (staging / "a" / "b" / str(number)).write_text("x")
+        entries[f"a/b/{number}"] = files.describe_file(staging / "a" / "b" / str(number))
+    synced.clear()
+    final = files.publish_save(tmp_path, 1, entries)
+    assert {synced.count(path.stat().st_ino) for path in (final / "a", final / "a" / "b")} == {1}
+    assert synced.count(final.stat().st_ino) == 2  # for the manifest, and for the others
+
+
+def test_later_saves_do_not_list_files_of_checkpoints(tmp_path, monkeypatch):
+    listed, list_names = [], SafeDirectory.list_names
+
+    def list_and_record(directory, path=""):
+        listed.append(path)
+        return list_names(directory, path)
+
+    monkeypatch.setattr(SafeDirectory, "list_names", list_and_record)
+    fence = Fence(tmp_path, OLD)
+    for iteration in (1, 2, 3):
+        files.begin_save(tmp_path, iteration, fence)
+        files.publish_save(tmp_path, iteration, {}, fence)
+    assert not [path for path in listed if path]
+    Fence(tmp_path, NEW).take()
+    assert [path for path in listed if path] == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    with raises("directory-taken-over", "generation 0.4"):
+        files.begin_save(tmp_path, 4, fence)
 
 
 @each_row("target", ["nothing", "iter_0000003", "../outside"])

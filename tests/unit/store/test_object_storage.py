@@ -129,6 +129,11 @@ def test_written_objects_are_read_listed_and_removed(any_place):
     assert any_place.read("iter_1/b") == b"anew"
     any_place.remove("iter_1/a")
     assert any_place.list_names("iter_1") == ["b"]
+    any_place.write("iter_1/a", [])
+    any_place.write("iter_1/d", [])
+    any_place.remove_files("iter_1", ["a", "d", "missing"])
+    any_place.remove_files("iter_2", [])
+    assert any_place.list_names("iter_1") == ["b"]
     any_place.remove("iter_1")
     any_place.remove("iter_1")
     assert any_place.list_names() == ["iter_10"]

@@ -109,7 +109,11 @@ def test_file_without_entries_has_no_tensors(tmp_path):
         ShardReader([tmp_path / "empty.safetensors"]).global_shape("w", "master")
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+DTYPES = [
+    *(torch.complex64, torch.float64, torch.int64, torch.uint64, torch.float32, torch.int32, torch.uint32),
+    *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
+    *(torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8),
+]
 DTYPE = st.sampled_from(DTYPES)
 
 
@@ -134,8 +138,21 @@ def test_file_is_readable_by_safetensors(tmp_path):
             values = file.get_tensor(key)
             assert (slot, shape, offset) == ("param", list(held[name].global_shape), [0, 0])
             assert values.dtype == held[name].values.dtype
-            assert torch.equal(values.view(-1), held[name].values)
+            assert torch.equal(values.view(-1).view(torch.uint8), held[name].values.view(torch.uint8))
             assert digest == compute_digest(held[name].values.view(torch.uint8).numpy().data)
+
+
+def test_tensor_of_any_dtype_is_read_back(tmp_path):
+    held = mixed(tmp_path / "file")
+    reader = ShardReader([tmp_path / "file"], verifies=True)
+    for name, tensor in held.items():
+        values = reader.read_region(name, "param", tensor.region)
+        assert values.dtype == tensor.values.dtype
+        assert torch.equal(values.contiguous().view(-1).view(torch.uint8), tensor.values.view(torch.uint8))
+    with raises("dtype-unsupported", "master of w"):
+        write_shard_file(
+            tmp_path / "wide", [BoxTensor("w", "master", (), Region((), ()), torch.zeros((), dtype=torch.complex128))]
+        )
 
 
 @st.composite

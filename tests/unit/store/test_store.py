@@ -129,6 +129,46 @@ def test_checkpoint_is_visible_after_commit(store):
     assert files(store) == files_of(10, 20, 30)  # nothing but what the format names
 
 
+def test_published_checkpoint_does_not_depend_on_removals(store):
+    written(store, 30)
+    store.storage.root.joinpath(checkpoint_name(30), *["level"] * 40).mkdir(parents=True)
+    publish(store, 30)
+    assert_whole(store, 30)
+
+
+def test_one_checkpoint_that_stays_does_not_keep_others(store):
+    saved(store, 30, 40)
+    for iteration in (10, 50, 60):
+        (store.storage.root / checkpoint_name(iteration)).mkdir(exist_ok=True)
+    for iteration in (10, 50):
+        (store.storage.root / checkpoint_name(iteration) / "manifest.json.removed" / "x").mkdir(parents=True)
+    with pytest.raises(OSError):
+        store.remove_unpublished()
+    assert store.storage.list_names() == [checkpoint_name(iteration) for iteration in (10, 20, 30, 40, 50)]
+
+
+def test_many_reports_are_listed_and_removed_together(store, monkeypatch):
+    listed, synced, fsync = [], [], os.fsync
+
+    class Names(list):
+        def __iter__(self):
+            listed.append(len(self))
+            return super().__iter__()
+
+    list_names = LocalStorage.list_names
+    for rank in range(40):
+        parts, part = file_parts(30, rank)
+        store.write_file(30, rank, parts)
+        store.store_report(30, rank, part)
+    monkeypatch.setattr(LocalStorage, "list_names", lambda self, path="": Names(list_names(self, path)))
+    reports = store.read_reports(30, range(40))
+    assert [part.name for part in reports] == [shard_file_name(rank) for rank in range(40)] and len(listed) <= 2
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), fsync(file)))
+    store.publish(Manifest(30, "full", 40, {part.name: part.file for part in reports}, {}))
+    assert len(synced) < 10
+    assert not [name for name in list_names(store.storage, checkpoint_name(30)) if name.startswith(".")]
+
+
 @pytest.mark.slow
 def test_save_killed_anywhere_keeps_valid_checkpoint(store):
     def action(store):
