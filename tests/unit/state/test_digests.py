@@ -6,23 +6,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.digests import ChunkDigest, differing_operators, from_limbs, to_limbs, to_text, total_of
+from moc.state.digests import (
+    ChunkDigest,
+    StateDigest,
+    chunk_sums,
+    differing_operators,
+    from_limbs,
+    to_limbs,
+    to_text,
+    total_of,
+)
 from moc.state.operators import Fragment, Region, regions_of_range
 from tests.cases import each_row
+from tests.fake_cuda import FakeCuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 MASK = (1 << 64) - 1
 Shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 
-def chunk(
-    tensor: torch.Tensor, region: Region, name: str = "decoder.final_layernorm.weight", shift: int = 0
-) -> Fragment:
+NAME = "decoder.final_layernorm.weight"
+
+
+def chunk(tensor: torch.Tensor, region: Region, name: str = NAME, shift: int = 0) -> Fragment:
     """A chunk of a tensor, whose memory begins after ``shift`` other elements."""
     values = torch.empty(region.numel + shift, dtype=tensor.dtype)[shift:]
     values.copy_(tensor[region.slices()].reshape(-1))
+    return of(values, region, tuple(tensor.shape), name)
+
+
+def of(values: torch.Tensor, region: Region, shape: tuple[int, ...], name: str = NAME) -> Fragment:
+    """A chunk of a tensor of a shape, with these values."""
     return Fragment(
-        name=name, slot="master", global_shape=tuple(tensor.shape), region=region, view=values, first_copy=True,
+        name=name, slot="master", global_shape=shape, region=region, view=values, first_copy=True,
         padded=False, tensor=values, start=0, replica=(0, 0, 0), sharded=False,
     )  # fmt: skip
 
@@ -110,3 +126,34 @@ def test_differing_operators_are_found(unknown, expected):
     now = {("embedding", "master"): 1, ("layers.0.router", "master"): 3}
     before = {("output", "master"): 1, ("layers.0.router", "master"): 3, ("layers.0.router", "param"): 0}
     assert differing_operators(now, before, unknown) == expected
+
+
+def test_digest_on_device_is_launched_without_waits():
+    """Also of slices of a tensor, and of state that is partly in host memory."""
+    gpu = FakeCuda()
+    with gpu:
+        large = torch.empty(1 << 30, device="cuda")  # 4 GB
+        sliced = torch.empty(8 * 64, device="cuda")
+        unaligned = torch.empty(8 * 3, dtype=torch.bfloat16, device="cuda")
+        buffer, offloaded = torch.empty(6, device="cuda"), torch.empty(1000)
+    parts = [
+        of(large, Region((0,), (1 << 30,)), (1 << 30,)),
+        of(sliced, Region((0, 64), (8, 64)), (8, 128)),
+        of(offloaded, Region((0,), (1000,)), (1000,)),
+        of(unaligned, Region((0, 3), (8, 3)), (8, 6)),
+        of(buffer, Region((0,), (6,)), (6,)),
+    ]
+    digest = StateDigest(parts, [("output", "master")])
+    with gpu:
+        assert digest.compute().device.type == "cuda"
+        with gpu.measured():
+            digest.compute()
+        assert not gpu.waits and gpu.launches < 3000
+
+
+def test_sums_of_chunks_are_in_order_of_chunks():
+    tensors = [some((size,), torch.float32) for size in (8, 3, 5)]
+    parts = [chunk(tensor, *whole(tensor)) for tensor in tensors]
+    found = chunk_sums(parts)
+    assert [value for _, value in found] == [digest(tensor, whole(tensor)) for tensor in tensors]
+    assert all(part is own for (part, _), own in zip(found, parts, strict=True))
