@@ -47,13 +47,20 @@ class CommitOptimizer:
         self.norm = norm
         """Kind of gradient norm: :data:`EXACT` or :data:`STOCK`."""
         self.clip_grad, self._chunks = clip_grad, chunks
+        self._known_scale: tuple[torch.Tensor | None, float] = None, 1.0
         self.reduced: int | None = None
         """Iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss before backward (1.0 without fp16)."""
-        return float(self.core.get_loss_scale().item())
+        """Factor on the loss before backward (1.0 without fp16).
+
+        megatron-core replaces the tensor when the factor changes, so it is read only then: a read waits for the device.
+        """
+        scale: torch.Tensor = self.core.get_loss_scale()
+        if scale is not self._known_scale[0]:
+            self._known_scale = scale, float(scale.item())
+        return self._known_scale[1]
 
     @property
     def learning_rate(self) -> float:
