@@ -62,7 +62,7 @@ CASES = (
 )
 
 
-def flags_of(case: Case, interval: int) -> list[str]:
+def flags_for(case: Case, interval: int) -> list[str]:
     """Returns the flags of a case with a snapshot in each ``interval``-th iteration, and none in storage."""
     sizes = ["--num-layers", str(case.layers), "--train-iters", str(ITERATIONS)]
     return [*MODEL, *sizes, *case.flags, "--snapshot-interval", str(interval), "--persist-interval", str(10 * NEVER)]
@@ -75,7 +75,7 @@ def seconds(case: Case, interval: int) -> list[float]:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = case.connections
     with tempfile.TemporaryDirectory(prefix="moc-device-", dir=os.environ.get("TEST_MEMORY", SHARED)) as directory:
         places = f"--log-dir {directory}/log --ckpt-dir {directory}/saved --ckpt-memory-dir {directory}/memory".split()
-        command = [sys.executable, *launcher(1), PROGRAM, *flags_of(case, interval), *places]
+        command = [sys.executable, *launcher(1), PROGRAM, *flags_for(case, interval), *places]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{case.name}: the job has failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -160,7 +160,7 @@ def set_host_group(group: object) -> None:
     _group = group
 
 
-def group_of(values: torch.Tensor) -> dist.ProcessGroup | None:
+def group_for(values: torch.Tensor) -> dist.ProcessGroup | None:
     """Returns the group of all workers that transfers values of this device: NCCL transfers no host memory.
 
     None for the world's own group.

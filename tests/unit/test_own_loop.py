@@ -357,7 +357,7 @@ def test_average_reads_only_which_parameters_have_gradients(monkeypatch):
     gpu, sums = FakeCuda(), []
     monkeypatch.setattr("moc.torch.engine.dist.all_reduce", lambda values, group: sums.append((values.device, group)))
     monkeypatch.setattr("moc.torch.engine.copy_to_host", lambda values: values.cpu())
-    monkeypatch.setattr("moc.torch.engine.group_of", lambda values: values.device.type)
+    monkeypatch.setattr("moc.torch.engine.group_for", lambda values: values.device.type)
     with gpu:
         parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cuda", "cuda", "cpu")]
         for parameter in parameters:

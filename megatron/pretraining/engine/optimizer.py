@@ -90,14 +90,14 @@ class CommitOptimizer:
                 member.prepare_grads()
             drop_gradients(member, moving)
 
-    def norm_contribution(self) -> dict[str, torch.Tensor]:
+    def norm_contribution(self) -> dict[str, torch.Tensor | float]:
         """Returns this rank's contribution to the gradient norm; with Megatron-LM's norm, a collective call."""
         if self.norm == EXACT:
             return {"square_norm": self.local_square_norm()}
         core: Any = self.core
-        norm = torch.tensor(float(core.get_grad_norm()), dtype=torch.float64, device=torch.cuda.current_device())
+        norm = float(core.get_grad_norm())
         # equal on all ranks: a sum with zeros has the same bits
-        return {"norm": norm if dist.get_rank() == 0 or not norm.isfinite() else torch.zeros_like(norm)}
+        return {"norm": norm if dist.get_rank() == 0 or not math.isfinite(norm) else 0.0}
 
     def total_norm(self, totals: dict[str, float]) -> float:
         """Returns the norm before clipping, without the loss scale; inf if it is not finite."""

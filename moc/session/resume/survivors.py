@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moc.recovery.plan import Logs, RankCopy
 from moc.recovery.sources import AvailableCheckpoint
-from moc.runtime.collectives import gather, group_of, run_on_all
+from moc.runtime.collectives import gather, group_for, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
@@ -364,7 +364,7 @@ def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int
             continue
         for fragments in _by_device(held[copy.operator]):
             packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message for all
-            group = group_of(packed)
+            group = group_for(packed)
             if rank == copy.source:
                 dist.send(packed, copy.target, group=group)
                 continue

@@ -50,7 +50,7 @@ FLAGS = [
     *((1, [*ONE, *precision]) for precision in (*test_train.PRECISIONS, test_train.ASYNC)),
     *((1, [*ONE, *test_train.in_8_bits("local", state)]) for state in test_train.STATES),
     *((1, [*ONE, *test_train.with_attention(backend)]) for backend in ("flash", "fused", "unfused")),
-    *((1, device_training.flags_of(case, interval)) for case in CASES for interval in (1, device_training.NEVER)),
+    *((1, device_training.flags_for(case, interval)) for case in CASES for interval in (1, device_training.NEVER)),
 ]
 
 
