@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 _READS = {"aten::_local_scalar_dense": 1.0, "aten::equal": True, "aten::is_nonzero": True}
 """Operations that return a value to the host, with one that they may return."""
+# one, since tensors of several cannot be mixed, not even cached ones
+_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_")
 
 
@@ -34,17 +36,16 @@ class FakeCuda(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.launches, self.waits = 0, []
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._reads = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor))
 
     def __enter__(self):
         self._reads.start()
-        self._fake.__enter__()
+        _FAKE.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._fake.__exit__(*error)
+        _FAKE.__exit__(*error)
         self._reads.stop()
 
     def _read(self, tensor: torch.Tensor) -> list:

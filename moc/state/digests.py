@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -79,8 +80,16 @@ class ChunkDigest:
         return cls(values.detach().view(-1), run, starts, factor, is_aligned)
 
     @cached_property
-    def _first_word(self) -> int:
+    def first_word(self) -> int:
+        """Index of the first word in the unpartitioned tensor."""
         return int(self.starts[0]) * self.values.itemsize // _WORD
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the values are consecutive complete words of the unpartitioned tensor, and of their memory."""
+        values, lanes = self.values, _WORD // self.values.itemsize
+        is_whole = self.is_aligned and len(self.starts) == 1 and not values.storage_offset() % lanes
+        return is_whole and bool(values.numel())
 
     @cached_property
     def _starts_on_device(self) -> torch.Tensor:  # copied once, since each copy waits for the device
@@ -97,7 +106,7 @@ class ChunkDigest:
             values = values.clone()
         words = values.view(torch.int64)
         if len(self.starts) == 1:
-            return _consecutive(words, self._first_word) * self.factor
+            return _consecutive(words, self.first_word) * self.factor
         rows = words.view(len(self.starts), -1)
         weights = 2 * (self._starts_on_device // lanes) + 1
         columns = 2 * torch.arange(rows.shape[1], device=words.device)
@@ -148,6 +157,72 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Words of several tensor chunks on a device: to launch sums for each chunk would take longer than to compute them.
+
+    Word p of a block has the weight 2 p + 1; in its tensor, it has this weight plus the shift of its piece.  The sum of
+    a piece is the difference of two cumulative sums, which is exact modulo 2^64.
+
+    Attributes:
+        pieces: words of each piece, int64, in live memory.
+        ends: index of the last word of each piece in the block, int64 of shape [pieces]; as all others.
+        shifts: as above.
+        factors: odd factors of the tensors.
+        targets: indices of the digests that the pieces are part of.
+    """
+
+    pieces: Sequence[torch.Tensor]
+    ends: torch.Tensor
+    shifts: torch.Tensor
+    factors: torch.Tensor
+    targets: torch.Tensor
+
+    def add_to(self, sums: torch.Tensor) -> None:
+        """Adds the digests of the pieces to sums on the same device."""
+        words = torch.cat([*self.pieces])
+        plain = self._sums_of_pieces(words)
+        weighted = self._sums_of_pieces(words * _odd_numbers(words.device)[: len(words)])
+        sums.index_add_(0, self.targets, (weighted + plain * self.shifts) * self.factors)
+
+    def _sums_of_pieces(self, words: torch.Tensor) -> torch.Tensor:
+        totals = words.cumsum(0).index_select(0, self.ends)
+        return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
+def blocks_of(chunks: Sequence[ChunkDigest], targets: Sequence[int], most: int) -> Iterator[Block]:
+    """Yields blocks of at most ``most`` words with all chunks, which are runs (:attr:`ChunkDigest.is_run`).
+
+    ``targets`` are the indices of the digests that the chunks are part of.
+    """
+    rows, used = [], 0
+    for chunk, target in zip(chunks, targets, strict=True):
+        words, start = chunk.values.view(torch.int64), 0
+        while start < len(words):
+            stop = min(len(words), start + most - used)
+            end, shift = used + stop - start - 1, 2 * (chunk.first_word + start - used)
+            rows.append((words[start:stop], end, shift, chunk.factor, target))
+            start, used = stop, end + 1
+            if used == most:
+                yield _block(rows)
+                rows, used = [], 0
+    if rows:
+        yield _block(rows)
+
+
+def _block(rows: Sequence[tuple]) -> Block:
+    pieces, *numbers = zip(*rows, strict=True)
+    return Block(pieces, *torch.tensor(numbers, dtype=torch.int64).to(pieces[0].device))
+
+
+class _OnDevice(NamedTuple):
+    """Tensor chunks on one device: those in blocks, and others with the indices of their digests."""
+
+    blocks: list[Block]
+    chunks: list[ChunkDigest]
+    targets: torch.Tensor
+
+
 class StateDigest:
     """Digests of the state on this rank, by key.
 
@@ -167,25 +242,30 @@ class StateDigest:
             self._targets.append(index[key_of(fragment)] + (0 if fragment.first_copy else len(self.keys)))
 
     @cached_property
-    def _by_device(self) -> list[tuple[list[ChunkDigest], torch.Tensor]]:
-        """Chunks of each device, with their positions in the sums; device memory first, then host memory (offload)."""
-        positions = _positions_by_device(self._chunks)
-        device = next(iter(positions), torch.device("cpu"))
-        return [
-            ([self._chunks[i] for i in found], torch.tensor([self._targets[i] for i in found], device=device))
-            for found in positions.values()
-        ]
+    def _by_device(self) -> list[_OnDevice]:
+        """Chunks of each device: device memory first, then host memory (offload)."""
+        positions, groups = _positions_by_device(self._chunks), []
+        first = next(iter(positions), torch.device("cpu"))
+        for device, found in positions.items():
+            packed = {i: self._chunks[i] for i in found if device.type != "cpu" and self._chunks[i].is_run}
+            others = [i for i in found if i not in packed]
+            blocks = [*blocks_of([*packed.values()], [self._targets[i] for i in packed], _most_words(device))]
+            targets = torch.tensor([self._targets[i] for i in others], dtype=torch.int64).to(first)
+            groups.append(_OnDevice(blocks, [self._chunks[i] for i in others], targets))
+        return groups
 
     def compute(self) -> torch.Tensor:
         """Returns the sums of the current state, int64 of shape [2, keys]: first copies, and other copies.
 
         On CUDA, the sums are computed on the current stream, and the host does not wait for them.
         """
-        device = self._by_device[0][1].device if self._chunks else torch.device("cpu")
+        device = self._by_device[0].targets.device if self._chunks else torch.device("cpu")
         sums = torch.zeros(2 * len(self.keys), dtype=torch.int64, device=device)
-        for chunks, targets in self._by_device:
-            added = torch.stack([chunk() for chunk in chunks])
-            sums.index_add_(0, targets, added.to(device, non_blocking=True))
+        for blocks, chunks, targets in self._by_device:
+            for block in blocks:
+                block.add_to(sums)
+            if chunks:
+                sums.index_add_(0, targets, torch.stack([chunk() for chunk in chunks]).to(device, non_blocking=True))
         return sums.view(2, -1)
 
     def elements(self) -> torch.Tensor:

@@ -323,7 +323,7 @@ def give_to_other_stages(
     """Fills the part of this worker's state that other stages save, from their loaded state; a collective call.
 
     All workers have loaded the tensor chunks that are not :func:`saved_elsewhere`.  With ``takes``, this worker
-    receives the others; otherwise it keeps its state.  ``device`` is that of this worker.
+    receives the others; otherwise it keeps its state.  ``device``: the device of this worker.
 
     Raises:
         ValueError: no stage saves a tensor chunk.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moc.state.digests import (
     ChunkDigest,
     StateDigest,
+    blocks_of,
     chunk_sums,
     differing_operators,
     from_limbs,
@@ -149,6 +150,33 @@ def test_digest_on_device_is_launched_without_waits():
         with gpu.measured():
             digest.compute()
         assert not gpu.waits and gpu.launches < 3000
+
+
+def test_many_chunks_on_device_take_few_launches():
+    gpu = FakeCuda()
+    with gpu:
+        parts = [of(torch.empty(1000, device="cuda"), Region((0,), (1000,)), (1000,)) for _ in range(500)]
+    digest = StateDigest(parts, [("output", "master")])
+    with gpu:
+        digest.compute()
+        with gpu.measured():
+            digest.compute()
+        assert not gpu.waits and gpu.launches < 30
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12), st.integers(0, 5))
+def test_blocks_have_digests_of_their_chunks(lengths, most, first):
+    """As on a device, which other tests compute on the CPU."""
+    chunks = []
+    for number, words in enumerate(lengths):
+        tensor = some((2 * (words + first),), torch.float32)
+        chunks.append(ChunkDigest.of(chunk(tensor, Region((2 * first,), (2 * words,)), f"{NAME}{number}")))
+        assert chunks[-1].is_run
+    sums = torch.zeros(len(chunks), dtype=torch.int64)
+    for block in blocks_of(chunks, range(len(chunks)), most):
+        block.add_to(sums)
+    assert sums.tolist() == [int(each()) for each in chunks]
 
 
 def test_sums_of_chunks_are_in_order_of_chunks():
