@@ -123,7 +123,7 @@ class OfDevice:
         del cls.current.device
 
 
-def test_queries_of_other_threads_create_no_context_on_first_device(monkeypatch):
+def test_queries_from_other_threads_create_no_other_context(monkeypatch):
     device, host = torch.device("cuda", 3), mock.Mock()
     monkeypatch.setattr(torch.cuda, "Event", OfDevice)
     monkeypatch.setattr(torch.cuda, "device", OfDevice.selected)
