@@ -1,7 +1,7 @@
 """A GPU without memory, where there is none: tensors have no values, and what makes the host wait is noted.
 
     with FakeCuda() as gpu:
-        total = torch.zeros(3, device="cuda").sum()
+        total = torch.zeros(3, device=GPU).sum()
     assert not gpu.waits
 
 Tensors of different devices in one operation raise, as on a GPU.
@@ -10,6 +10,7 @@ Tensors of different devices in one operation raise, as on a GPU.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from unittest import mock
 
@@ -18,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+GPU = "cuda"
+"""Type of the device."""
+_ADAPTED = "arange empty empty_like full full_like ones ones_like tensor zeros zeros_like".split()
 _READS = {"aten::_local_scalar_dense": 1.0, "aten::equal": True, "aten::is_nonzero": True}
 """Operations that return a value to the host, with one that they may return."""
 # one, since tensors of several cannot be mixed, not even cached ones
@@ -36,20 +40,24 @@ class FakeCuda(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.launches, self.waits = 0, []
-        self._reads = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor))
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        self._reads.start()
+        patch = mock.patch.object
+        self._patches.enter_context(patch(FakeTensor, "tolist", lambda tensor: self._read(tensor)))
+        # other tests let cuda mean the CPU in their process
+        for owner, name in [*((torch, name) for name in _ADAPTED), (torch.Tensor, "to")]:
+            self._patches.enter_context(patch(owner, name, inspect.unwrap(getattr(owner, name))))
         _FAKE.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         _FAKE.__exit__(*error)
-        self._reads.stop()
+        self._patches.close()
 
     def _read(self, tensor: torch.Tensor) -> list:
-        self.waits += ["tolist"] * (tensor.device.type == "cuda")
+        self.waits += ["tolist"] * (tensor.device.type == GPU)
         with _disable_current_modes():
             return torch.zeros(tuple(tensor.shape)).tolist()
 
@@ -65,7 +73,7 @@ class FakeCuda(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
         moves_to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-        if "cuda" not in devices | {moves_to}:
+        if GPU not in devices | {moves_to}:
             is_real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
             with _disable_current_modes() if is_real else contextlib.nullcontext():
                 return func(*args, **kwargs)

@@ -26,7 +26,7 @@ from moc.torch.loop import without_waiting
 from moc.torch.naming import Router, structure_of
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import GPU, FakeCuda
 from tests.integration.own_loop import Counting, Model, Noisy
 
 
@@ -341,16 +341,14 @@ def test_tokens_are_counted_for_each_expert():
 
 def test_tokens_are_counted_without_waits():
     gpu = FakeCuda()
-    with gpu, torch.device("cuda"):
-        model = Model("list")
-        counter = RouterCounter(model, structure_of(model).routers, [0, 1], None)
-        routers = [block.gate for block in model.blocks]
+    with gpu:
+        router = nn.Linear(8, 4, device=GPU)
+        counter = RouterCounter(nn.ModuleList([router]), [Router(0, "0", 4)], [0], 1)
         for _ in range(2):
             with gpu.measured():
-                for router in routers:
-                    router(torch.zeros(10, router.in_features))
+                router(torch.zeros(10, 8, device=GPU))
                 taken = counter.take()
-        assert not gpu.waits and {values.device.type for values in taken.values()} == {"cuda"}
+        assert not gpu.waits and {values.device.type for values in taken.values()} == {GPU}
 
 
 def test_average_reads_only_which_parameters_have_gradients(monkeypatch):
@@ -359,18 +357,18 @@ def test_average_reads_only_which_parameters_have_gradients(monkeypatch):
     monkeypatch.setattr("moc.torch.engine.copy_to_host", lambda values: values.cpu())
     monkeypatch.setattr("moc.torch.engine.group_for", lambda values: values.device.type)
     with gpu:
-        parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cuda", "cuda", "cuda", "cpu")]
+        parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in (GPU, GPU, GPU, "cpu")]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         with gpu.measured():
             average_gradients(parameters, 2)
-    assert len(gpu.waits) == 1 and [(device.type, group) for device, group in sums] == [("cuda",) * 2, ("cpu",) * 2]
+    assert len(gpu.waits) == 1 and [(device.type, group) for device, group in sums] == [(GPU,) * 2, ("cpu",) * 2]
 
 
 def test_losses_are_added_without_waits():
     gpu = FakeCuda()
     with gpu:
-        losses = [torch.zeros(1, device="cuda", requires_grad=True) for _ in range(3)]
+        losses = [torch.zeros(1, device=GPU, requires_grad=True) for _ in range(3)]
         with gpu.measured():
             total = sum(map(without_waiting, [*losses, None, 1.5]))
         assert total.dtype is torch.float64 and not total.requires_grad and not gpu.waits

@@ -9,14 +9,14 @@ from moc.recovery.plan import RankCopy
 from moc.runtime import collectives
 from moc.session.resume import survivors
 from moc.state.operators import Region
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import GPU, FakeCuda
 
 
 class State:
     """A state whose masters are in host memory, and whose buffers are not."""
 
     def __init__(self):
-        self.views = {"cuda": torch.empty(6, device="cuda"), "cpu": torch.empty(1000)}
+        self.views = {GPU: torch.empty(6, device=GPU), "cpu": torch.empty(1000)}
         self.loaded: list[str] = []
 
     def operators(self):
@@ -37,7 +37,7 @@ def test_host_memory_is_not_sent_over_nccl(monkeypatch):
     def note(values, rank, group):
         messages.append((values.device.type, values.nbytes, group))
 
-    world = SimpleNamespace(_device_types=[torch.device("cuda")])  # as NCCL's
+    world = SimpleNamespace(_device_types=[torch.device(GPU)])  # as NCCL's
     monkeypatch.setattr(collectives.dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(collectives, "_group", "of gloo")
     monkeypatch.setattr(survivors.dist, "send", note)
@@ -46,5 +46,5 @@ def test_host_memory_is_not_sent_over_nccl(monkeypatch):
     with FakeCuda():
         state: Any = State()
         assert survivors.exchange(copies, state, rank=0) == 0 and not state.loaded
-        assert survivors.exchange(copies, state, rank=1) == 4024 and sorted(state.loaded) == ["cpu", "cuda"]
-    assert messages == 2 * [("cpu", 4000, "of gloo"), ("cuda", 24, None)]
+        assert survivors.exchange(copies, state, rank=1) == 4024 and sorted(state.loaded) == ["cpu", GPU]
+    assert messages == 2 * [("cpu", 4000, "of gloo"), (GPU, 24, None)]

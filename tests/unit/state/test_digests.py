@@ -21,7 +21,7 @@ from moc.state.digests import (
 )
 from moc.state.operators import Fragment, Region, regions_of_range
 from tests.cases import each_row
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import GPU, FakeCuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 MASK = (1 << 64) - 1
@@ -142,10 +142,10 @@ def gpu():
 def test_digest_on_device_is_launched_without_waits(gpu):
     """Also of slices of a tensor, and of state that is partly in host memory."""
     with gpu:
-        large = torch.empty(1 << 30, device="cuda")  # 4 GB
-        sliced = torch.empty(8 * 64, device="cuda")
-        unaligned = torch.empty(8 * 3, dtype=torch.bfloat16, device="cuda")
-        buffer, offloaded = torch.empty(6, device="cuda"), torch.empty(1000)
+        large = torch.empty(1 << 30, device=GPU)  # 4 GB
+        sliced = torch.empty(8 * 64, device=GPU)
+        unaligned = torch.empty(8 * 3, dtype=torch.bfloat16, device=GPU)
+        buffer, offloaded = torch.empty(6, device=GPU), torch.empty(1000)
     parts = [
         of(large, Region((0,), (1 << 30,)), (1 << 30,)),
         of(sliced, Region((0, 64), (8, 64)), (8, 128)),
@@ -155,7 +155,7 @@ def test_digest_on_device_is_launched_without_waits(gpu):
     ]
     digest = StateDigest(parts, [("output", "master")])
     with gpu:
-        assert digest.compute().device.type == "cuda"
+        assert digest.compute().device.type == GPU
         with gpu.measured():
             digest.compute()
         assert not gpu.waits and gpu.launches < 10_000
@@ -163,7 +163,7 @@ def test_digest_on_device_is_launched_without_waits(gpu):
 
 def test_many_chunks_on_device_take_few_launches(gpu):
     with gpu:
-        parts = [of(torch.empty(1000, device="cuda"), Region((0,), (1000,)), (1000,)) for _ in range(500)]
+        parts = [of(torch.empty(1000, device=GPU), Region((0,), (1000,)), (1000,)) for _ in range(500)]
     digest = StateDigest(parts, [("output", "master")])
     with gpu:
         digest.compute()

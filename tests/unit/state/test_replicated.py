@@ -7,7 +7,7 @@ from moc.state.operators import Detail
 from moc.state.replicated import ReplicatedState
 from tests.cases import each_row
 from tests.errors import raises
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import GPU, FakeCuda
 
 NAMES = ("embedding.weight", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.experts.1.weight",
          "output_layer.weight")  # fmt: skip
@@ -34,7 +34,7 @@ def test_counts_on_device_are_read_together():
     gpu = FakeCuda()
     with gpu:
         for moments in optimizer.state.values():
-            moments["step"] = torch.zeros((), device="cuda")
+            moments["step"] = torch.zeros((), device=GPU)
         with gpu.measured():
             assert set(state.steps()) == set(OPERATORS)
     assert len(gpu.waits) == 1
