@@ -32,6 +32,8 @@ MODEL = """--hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --nu
     --log-interval 10 --ckpt-policy full --ckpt-tier memory""".split()
 PADDED = "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity".split()
 ITERATIONS, WARM = 30, 6
+NEVER = 10 * ITERATIONS
+"""Interval of snapshots that a run does not reach."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ CASES = (
 )
 
 
+def flags_for(case: Case, interval: int) -> list[str]:
+    """Returns the flags of a case with a snapshot in each ``interval``-th iteration, and none in storage."""
+    sizes = ["--num-layers", str(case.layers), "--train-iters", str(ITERATIONS)]
+    return [*MODEL, *sizes, *case.flags, "--snapshot-interval", str(interval), "--persist-interval", str(10 * NEVER)]
+
+
 def seconds(case: Case, interval: int) -> list[float]:
     """Trains, and returns the seconds of each iteration except the first ones."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -67,9 +75,7 @@ def seconds(case: Case, interval: int) -> list[float]:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = case.connections
     with tempfile.TemporaryDirectory(prefix="moc-device-", dir=os.environ.get("TEST_MEMORY", SHARED)) as directory:
         places = f"--log-dir {directory}/log --ckpt-dir {directory}/saved --ckpt-memory-dir {directory}/memory".split()
-        sizes = ["--num-layers", str(case.layers), "--train-iters", str(ITERATIONS)]
-        flags = [*MODEL, *sizes, *case.flags, "--snapshot-interval", str(interval), "--persist-interval", "1000"]
-        command = [sys.executable, *launcher(1), PROGRAM, *flags, *places]
+        command = [sys.executable, *launcher(1), PROGRAM, *flags_for(case, interval), *places]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{case.name}: the job has failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -86,7 +92,7 @@ def main() -> None:
         sys.exit("There is no NVIDIA GPU that torch can use here: run this where there is one.")
     told, rows = [], []
     for case in CASES:
-        without, with_one = seconds(case, 10 * ITERATIONS), seconds(case, 1)
+        without, with_one = seconds(case, NEVER), seconds(case, 1)
         told.append(asdict(case) | {"without_s": without, "with_s": with_one})
         medians = statistics.median(without), statistics.median(with_one)
         rows.append((case.name, *(f"{1e3 * one:.1f}" for one in medians), f"{medians[1] / medians[0]:.3f}"))

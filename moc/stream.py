@@ -7,6 +7,7 @@ stream, before and after the operation, show the duration and the time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -37,15 +38,32 @@ Marker = Callable[[], Mark]
 
 def marker_of(device: torch.device) -> Marker | None:
     """Returns the marker of a device; None on the CPU, where nothing is enqueued."""
-    return _mark_stream if device.type == "cuda" else None
+    return functools.partial(_CudaMark, device) if device.type == "cuda" else None
 
 
-def _mark_stream() -> Mark:
-    import torch  # imported here, so that programs report mistakes without this delay
+class _CudaMark:
+    """CUDA event on the current stream of a device, for any thread.
 
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    Each thread has its own current device, at first device 0.  A query from a new thread would create a context there,
+    which takes some hundred megabytes of that device's memory from each worker.
+    """
+
+    def __init__(self, device: torch.device):
+        import torch  # imported here, so that programs report mistakes without this delay
+
+        self._device, self._select = device, torch.cuda.device
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def query(self) -> bool:
+        """See :class:`Mark`."""
+        with self._select(self._device):
+            return self._event.query()
+
+    def elapsed_time(self, end_event: _CudaMark) -> float:
+        """See :class:`Mark`."""
+        with self._select(self._device):
+            return self._event.elapsed_time(end_event._event)
 
 
 class StreamSpans:

@@ -160,6 +160,15 @@ def set_host_group(group: object) -> None:
     _group = group
 
 
+def group_for(values: torch.Tensor) -> dist.ProcessGroup | None:
+    """Returns the group of all workers that transfers values of this device: NCCL transfers no host memory.
+
+    None for the world's own group.
+    """
+    world: Any = dist.group.WORLD
+    return None if values.device.type in {device.type for device in world._device_types} else host_group()
+
+
 def gather(value, group=None) -> list:
     """Returns the values of all ranks of a group (default: all), by group rank.  Collective over the group.
 

@@ -111,6 +111,7 @@ class HostCopy:
 
     def __init__(self, values: torch.Tensor):
         is_on_gpu = values.device.type == "cuda"
+        self._device = values.device
         self._copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_on_gpu)
         self._copied.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event() if is_on_gpu else None
@@ -123,9 +124,14 @@ class HostCopy:
         Raises:
             Aborted: the generation of our groups is over, so the values are undefined.
         """
+        return copy_to_host(self.wait_unchecked())
+
+    def wait_unchecked(self) -> torch.Tensor:
+        """As :meth:`wait`, for values of a committed iteration, which an abort leaves valid; from any thread."""
         if self._event is not None:
-            self._event.synchronize()
-        return copy_to_host(self._copied)
+            with torch.cuda.device(self._device):  # otherwise a new thread's call creates a context on device 0
+                self._event.synchronize()
+        return self._copied
 
 
 def check_generation() -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moc.background import background
 from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.device import HostCopy
 from moc.session.engine import CommitParticipant, Engine
 from moc.state.digests import (
     MASK,
@@ -237,7 +238,8 @@ def unlike_masters(state: TrainingState) -> set[str]:
         weights, master = fragment.view.view(-1), masters.get((fragment.name, fragment.region))
         if master is None or weights.itemsize != 2 or master.dtype != torch.float32:
             continue
-        if not torch.equal(weights.view(torch.int16), master.view(-1).to(weights.dtype).view(torch.int16)):
+        rounded = master.view(-1).to(weights.device, weights.dtype)  # with offload, from host memory
+        if not torch.equal(weights.view(torch.int16), rounded.view(torch.int16)):
             operators.add(fragment.operator)
     return operators
 
@@ -324,6 +326,9 @@ class Digests(CommitParticipant):
         sums, keys = self._sums, self._keys
         if sums is None or sums[0] != iteration:
             return lambda: None
+        if self._thread is None:  # copied now: a later read would wait for all that is enqueued until then
+            copied = HostCopy(sums[1].result()[0])
+            return lambda: to_text(keys, copied.wait_unchecked().tolist())
         return lambda: to_text(keys, sums[1].result()[0].tolist())
 
     def keep(self, iteration: int) -> None:

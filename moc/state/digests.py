@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -30,7 +31,8 @@ Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
 
 _WORD = 8
-_MOST = 1 << 15  # words per product: temporary values stay in the cache
+_MOST = {"cpu": 1 << 15}  # words per product: temporary values stay in the cache
+_MOST_OF_DEVICE = 1 << 22  # 32 MB of temporary values; smaller products would take longer to launch than to compute
 MODULE = "module"
 """Optimizer-state key of the state of user modules."""
 MASK = (1 << 64) - 1
@@ -46,12 +48,14 @@ class ChunkDigest:
         run: number of elements that are consecutive in the unpartitioned tensor.
         starts: index of the first element of each run in the unpartitioned tensor, int64 on the CPU.
         factor: odd factor of the tensor, as a signed 64-bit integer.
+        is_aligned: whether every run consists of complete words of the unpartitioned tensor.
     """
 
     values: torch.Tensor
     run: int
     starts: torch.Tensor
     factor: int
+    is_aligned: bool
 
     @classmethod
     def of(cls, fragment: Fragment) -> ChunkDigest:
@@ -71,37 +75,50 @@ class ChunkDigest:
         for count, stride in zip(shape[:axis], strides[:axis], strict=True):
             starts = (starts[:, None] + torch.arange(count) * stride).reshape(-1)
         factor = _signed(xxhash.xxh3_64_intdigest(name.encode()) | 1)
-        return cls(values.detach().view(-1), math.prod(shape[axis:]), starts, factor)
+        run, lanes = math.prod(shape[axis:]), _WORD // values.itemsize
+        is_aligned = not run % lanes and not bool((starts % lanes).any())
+        return cls(values.detach().view(-1), run, starts, factor, is_aligned)
 
     @cached_property
-    def _is_aligned(self) -> bool:
-        """Whether every run consists of complete words of the unpartitioned tensor."""
-        lanes = _WORD // self.values.itemsize
-        return not self.run % lanes and not bool((self.starts % lanes).any())
+    def first_word(self) -> int:
+        """Index of the first word in the unpartitioned tensor."""
+        return int(self.starts[0]) * self.values.itemsize // _WORD
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the values are consecutive complete words of the unpartitioned tensor, and of their memory."""
+        values, lanes = self.values, _WORD // self.values.itemsize
+        is_whole = self.is_aligned and len(self.starts) == 1 and not values.storage_offset() % lanes
+        return is_whole and bool(values.numel())
+
+    @cached_property
+    def _starts_on_device(self) -> torch.Tensor:  # copied once, since each copy waits for the device
+        return self.starts.to(self.values.device)
 
     def __call__(self) -> torch.Tensor:
         """Returns the digest of the current values: an int64 scalar on their device."""
         values, lanes = self.values, _WORD // self.values.itemsize
         if not values.numel():
             return torch.zeros((), dtype=torch.int64, device=values.device)
-        if not self._is_aligned:
+        if not self.is_aligned:
             return self._by_element(lanes) * self.factor
         if values.storage_offset() % lanes:  # memory that does not begin with a complete word
             values = values.clone()
-        words, firsts = values.view(torch.int64), self.starts // lanes
-        if len(firsts) == 1:
-            return _consecutive(words, int(firsts)) * self.factor
-        rows = words.view(len(firsts), -1)
-        weights = (2 * firsts + 1).to(words.device)
+        words = values.view(torch.int64)
+        if len(self.starts) == 1:
+            return _consecutive(words, self.first_word) * self.factor
+        rows = words.view(len(self.starts), -1)
+        weights = 2 * (self._starts_on_device // lanes) + 1
         columns = 2 * torch.arange(rows.shape[1], device=words.device)
         return (_dot(rows.sum(1), weights) + _dot(rows.sum(0), columns)) * self.factor
 
     def _by_element(self, lanes: int) -> torch.Tensor:
         size, total = self.values.itemsize, 0
         rows = self.values.view(_INTEGERS[size]).view(len(self.starts), -1)
-        runs_per_part = max(1, _MOST // self.run)
-        for starts, part in zip(self.starts.split(runs_per_part), rows.split(runs_per_part), strict=True):
-            index = starts.to(part.device)[:, None] + torch.arange(self.run, device=part.device)
+        runs_per_part = max(1, _most_words(rows.device) // self.run)
+        starts_of_parts = self._starts_on_device.split(runs_per_part)
+        for starts, part in zip(starts_of_parts, rows.split(runs_per_part), strict=True):
+            index = starts[:, None] + torch.arange(self.run, device=part.device)
             bits = part.long() & ((1 << 8 * size) - 1)
             total = total + ((bits << (index % lanes * 8 * size)) * (2 * (index // lanes) + 1)).sum()
         return torch.as_tensor(total)
@@ -110,16 +127,20 @@ class ChunkDigest:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+def _most_words(device: torch.device) -> int:
+    return _MOST.get(device.type, _MOST_OF_DEVICE)
+
+
 @functools.cache
 def _odd_numbers(device: torch.device) -> torch.Tensor:
-    return 2 * torch.arange(_MOST, device=device) + 1
+    return 2 * torch.arange(_most_words(device), device=device) + 1
 
 
 def _consecutive(words: torch.Tensor, first: int) -> torch.Tensor:
     """Returns the weighted sum of words; ``first`` is the index of the first one."""
-    odd, total = _odd_numbers(words.device), None
-    for start in range(0, len(words), _MOST):
-        part, before = words[start : start + _MOST], 2 * (first + start)
+    odd, most, total = _odd_numbers(words.device), _most_words(words.device), None
+    for start in range(0, len(words), most):
+        part, before = words[start : start + most], 2 * (first + start)
         added = _dot(part, odd[: len(part)])
         if before:
             added = added + part.sum() * before
@@ -134,6 +155,72 @@ def _dot(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Words of several tensor chunks on a device: to launch sums for each chunk would take longer than to compute them.
+
+    Word p of a block has the weight 2 p + 1; in its tensor, it has this weight plus the shift of its piece.  The sum of
+    a piece is the difference of two cumulative sums, which is exact modulo 2^64.
+
+    Attributes:
+        pieces: words of each piece, int64, in live memory.
+        ends: index of the last word of each piece in the block, int64 of shape [pieces]; as all others.
+        shifts: as above.
+        factors: odd factors of the tensors.
+        targets: indices of the digests that the pieces are part of.
+    """
+
+    pieces: Sequence[torch.Tensor]
+    ends: torch.Tensor
+    shifts: torch.Tensor
+    factors: torch.Tensor
+    targets: torch.Tensor
+
+    def add_to(self, sums: torch.Tensor) -> None:
+        """Adds the digests of the pieces to sums on the same device."""
+        words = torch.cat([*self.pieces])
+        plain = self._sums_of_pieces(words)
+        weighted = self._sums_of_pieces(words * _odd_numbers(words.device)[: len(words)])
+        sums.index_add_(0, self.targets, (weighted + plain * self.shifts) * self.factors)
+
+    def _sums_of_pieces(self, words: torch.Tensor) -> torch.Tensor:
+        totals = words.cumsum(0).index_select(0, self.ends)
+        return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
+def blocks_of(chunks: Sequence[ChunkDigest], targets: Sequence[int], most: int) -> Iterator[Block]:
+    """Yields blocks of at most ``most`` words with all chunks, which are runs (:attr:`ChunkDigest.is_run`).
+
+    ``targets`` are the indices of the digests that the chunks are part of.
+    """
+    rows, used = [], 0
+    for chunk, target in zip(chunks, targets, strict=True):
+        words, start = chunk.values.view(torch.int64), 0
+        while start < len(words):
+            stop = min(len(words), start + most - used)
+            end, shift = used + stop - start - 1, 2 * (chunk.first_word + start - used)
+            rows.append((words[start:stop], end, shift, chunk.factor, target))
+            start, used = stop, end + 1
+            if used == most:
+                yield _block(rows)
+                rows, used = [], 0
+    if rows:
+        yield _block(rows)
+
+
+def _block(rows: Sequence[tuple]) -> Block:
+    pieces, *numbers = zip(*rows, strict=True)
+    return Block(pieces, *torch.tensor(numbers, dtype=torch.int64).to(pieces[0].device))
+
+
+class _OnDevice(NamedTuple):
+    """Tensor chunks on one device: those in blocks, and others with the indices of their digests."""
+
+    blocks: list[Block]
+    chunks: list[ChunkDigest]
+    targets: torch.Tensor
 
 
 class StateDigest:
@@ -154,16 +241,31 @@ class StateDigest:
             self._chunks.append(ChunkDigest.of(fragment))
             self._targets.append(index[key_of(fragment)] + (0 if fragment.first_copy else len(self.keys)))
 
+    @cached_property
+    def _by_device(self) -> list[_OnDevice]:
+        """Chunks of each device: device memory first, then host memory (offload)."""
+        positions, groups = _positions_by_device(self._chunks), []
+        first = next(iter(positions), torch.device("cpu"))
+        for device, found in positions.items():
+            packed = {i: self._chunks[i] for i in found if device.type != "cpu" and self._chunks[i].is_run}
+            others = [i for i in found if i not in packed]
+            blocks = [*blocks_of([*packed.values()], [self._targets[i] for i in packed], _most_words(device))]
+            targets = torch.tensor([self._targets[i] for i in others], dtype=torch.int64).to(first)
+            groups.append(_OnDevice(blocks, [self._chunks[i] for i in others], targets))
+        return groups
+
     def compute(self) -> torch.Tensor:
         """Returns the sums of the current state, int64 of shape [2, keys]: first copies, and other copies.
 
-        On CUDA, the sums are computed on the current stream.
+        On CUDA, the sums are computed on the current stream, and the host does not wait for them.
         """
-        device = self._chunks[0].values.device if self._chunks else torch.device("cpu")
+        device = self._by_device[0].targets.device if self._chunks else torch.device("cpu")
         sums = torch.zeros(2 * len(self.keys), dtype=torch.int64, device=device)
-        if self._chunks:
-            targets = torch.tensor(self._targets, device=device)
-            sums.index_add_(0, targets, torch.stack([chunk() for chunk in self._chunks]))
+        for blocks, chunks, targets in self._by_device:
+            for block in blocks:
+                block.add_to(sums)
+            if chunks:
+                sums.index_add_(0, targets, torch.stack([chunk() for chunk in chunks]).to(device, non_blocking=True))
         return sums.view(2, -1)
 
     def elements(self) -> torch.Tensor:
@@ -173,11 +275,23 @@ class StateDigest:
         return counts.index_add_(0, torch.tensor(self._targets, dtype=torch.int64), sizes).view(2, -1)
 
 
+def _positions_by_device(chunks: Sequence[ChunkDigest]) -> dict[torch.device, list[int]]:
+    positions: dict[torch.device, list[int]] = defaultdict(list)
+    for position, chunk in enumerate(chunks):
+        positions[chunk.values.device].append(position)
+    return dict(sorted(positions.items(), key=lambda item: item[0].type == "cpu"))
+
+
 def chunk_sums(fragments: Iterable[Fragment]) -> list[tuple[Fragment, int]]:
     """Returns each tensor chunk with its share of the digest, modulo 2^64."""
     held = list(fragments)
-    sums = torch.stack([ChunkDigest.of(fragment)() for fragment in held]).tolist() if held else []
-    return [(fragment, value & MASK) for fragment, value in zip(held, sums, strict=True)]
+    chunks = [ChunkDigest.of(fragment) for fragment in held]
+    sums = [0] * len(held)
+    for positions in _positions_by_device(chunks).values():
+        values = torch.stack([chunks[position]() for position in positions])
+        for position, value in zip(positions, values.tolist(), strict=True):
+            sums[position] = value & MASK
+    return list(zip(held, sums, strict=True))
 
 
 def digest_slot(name: str, slot: str) -> str:

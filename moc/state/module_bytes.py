@@ -71,7 +71,8 @@ def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
             code="module-state-too-large",
         )
     text = len(header).to_bytes(8, "little") + header
-    target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    # not blocking: otherwise each iteration of a module with such values would wait for the device
+    target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8), non_blocking=True)
     for tensor in tensors:
         target[offset : offset + tensor.nbytes].copy_(flat_bytes(tensor), non_blocking=True)
         offset += _aligned(tensor.nbytes)

@@ -164,8 +164,9 @@ class TorchState:
     def steps(self) -> dict[str, int]:
         """Returns the number of updates of each operator's moments; empty for SGD and Muon, which do not count."""
         counts: dict[str, int] = {}
-        for name, counter in self._counters():  # the most: a parameter without gradients counts none
-            counts[self._operators[name]] = max(counts.get(self._operators[name], 0), int(counter))
+        names, counters = [name for name, _ in self._counters()], [counter for _, counter in self._counters()]
+        for name, count in zip(names, _read(counters), strict=True):  # the most: without gradients, none is counted
+            counts[self._operators[name]] = max(counts.get(self._operators[name], 0), count)
         return counts
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
@@ -240,6 +241,13 @@ class ReplicatedState(TorchState):
                 f"replicated state cannot freeze {frozen[0]}. Fix: choose a policy that freezes nothing, such as "
                 "--ckpt-policy full"
             )
+
+
+def _read(counters: Sequence[torch.Tensor]) -> list[int]:
+    """Returns update counts; those on a device (fused optimizers) are read together, since each read waits for it."""
+    on_device = [counter for counter in counters if counter.device.type != "cpu"]
+    values = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [int(counter if counter.device.type == "cpu" else next(values)) for counter in counters]
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:

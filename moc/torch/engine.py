@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moc.policy import Capability
-from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.collectives import gather, group_for, sum_over_workers
 from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
@@ -160,7 +160,7 @@ class LoopEngine:
         """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
         if not position.iteration:
             for tensor in self._unsharded if self.world.size > 1 else ():
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), src=0, group=group_for(tensor))
         self._restore_buffers()
         states = self._data_states
         local_data_state = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
@@ -236,8 +236,10 @@ class LoopEngine:
         if self.averages:
             average_gradients([p for p in self.parameters if not isinstance(p, DTensor)], self.world.size)
         if loop.scaler is not None:
-            wrong = any(not bool(torch.isfinite(local_values(g)).all()) for g in self._gradients())
-            finite = not sum_over_workers({"wrong": float(wrong)}, self.world)["wrong"]
+            wrong = torch.zeros((), device=self.world.device)  # read once, since each read waits for the device
+            for gradient in self._gradients():
+                wrong += local_values(gradient).isfinite().logical_not().any()
+            finite = not sum_over_workers({"wrong": wrong}, self.world)["wrong"]
             if not finite:  # the scaler of each worker must find one
                 _forget_unscaling(loop.scaler)
                 for gradient in self._gradients():
@@ -248,7 +250,7 @@ class LoopEngine:
             clip_gradients(self.parameters, loop.clip_grad_norm)
         if self.world.size > 1:
             for buffer, _ in self._buffers:  # as DistributedDataParallel does before the next forward
-                dist.broadcast(buffer, src=0)
+                dist.broadcast(buffer, src=0, group=group_for(buffer))
         return finite
 
     def _gradients(self) -> list[Tensor]:
@@ -388,10 +390,11 @@ def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same_kind in kinds.values():
-        present = torch.stack([p.new_tensor(float(p.grad is not None), requires_grad=False) for p in same_kind])
+        present = torch.tensor([p.grad is not None for p in same_kind], dtype=same_kind[0].dtype)
+        present = present.to(same_kind[0].device, non_blocking=True)
         flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in same_kind]
         mean = torch.cat([*flat, present])
-        dist.all_reduce(mean)
+        dist.all_reduce(mean, group=group_for(mean))
         *parts, gradient_counts = mean.split([p.numel() for p in same_kind] + [len(same_kind)])
         for parameter, part, has_gradient in zip(same_kind, parts, copy_to_host(gradient_counts).tolist(), strict=True):
             if has_gradient:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
@@ -223,7 +224,8 @@ class ProtectedRun:
         self._interruption: Interruption | None = None
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
-        self._number, self._losses, self._started_at, self._reported_at = 0, 0.0, 0.0, 0.0
+        self._number, self._started_at, self._reported_at = 0, 0.0, 0.0
+        self._losses: Tensor | float = 0.0
         self._is_finite: bool | None = None  # of the averaged gradients; None before they are averaged
         self._stop_requested = self._is_over = self._owes_step = self._is_finishing = False
         self.model: Any = loop.model
@@ -425,7 +427,7 @@ class ProtectedRun:
             DEFERRAL.set_active(True)
 
     def _end_batch(self, loss: Tensor | float | None, stop: bool) -> None:
-        self._losses += 0.0 if loss is None else float(loss)
+        self._losses = self._losses + without_waiting(loss)
         self._number += self._loop.accumulate if self._loop.grouped else 1
         if self._number == self._loop.accumulate:
             self._update(stop)
@@ -523,6 +525,13 @@ class ProtectedRun:
             self._job.start_over()
         if self._session is not None:
             self._session.close()
+
+
+def without_waiting(loss: Tensor | float | None) -> Tensor | float:
+    """Returns a loss in float64; one on a device stays there, since a read would wait for the batch."""
+    if isinstance(loss, Tensor) and not isinstance(loss, DTensor):
+        return loss.detach().double().reshape(())
+    return 0.0 if loss is None else float(loss)
 
 
 class _Log:

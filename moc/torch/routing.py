@@ -55,7 +55,7 @@ class RouterCounter:
         outputs = [
             tensor for tensor in (output if isinstance(output, tuple | list) else [output]) if torch.is_tensor(tensor)
         ]
-        experts, counts = self._experts[layer], self._counts[layer]
+        experts = self._experts[layer]
         chosen = next(
             (tensor for tensor in outputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool), None
         )
@@ -66,12 +66,14 @@ class RouterCounter:
             if weights is None:
                 return
             chosen = weights.topk(top_k, -1).indices
-        counts += torch.bincount(chosen.flatten(), minlength=experts).to(counts)
+        # on the device of the router: reading values would wait for it in each forward pass
+        numbers = torch.arange(experts, device=chosen.device)
+        self._counts[layer] = self._counts[layer].to(chosen.device) + (chosen.reshape(-1, 1) == numbers).sum(0)
         if weights is not None:
             weights = weights.reshape(-1, experts).double()
-            shares = weights if bool((weights >= 0).all()) else weights.softmax(-1)
+            shares = torch.where((weights >= 0).all(), weights, weights.softmax(-1))
             selected = torch.zeros_like(shares).scatter_(1, chosen.reshape(len(shares), -1), 1.0)
-            self._sums[layer] += (shares * selected).sum(0).to(counts)
+            self._sums[layer] = self._sums[layer].to(chosen.device) + (shares * selected).sum(0)
 
     def take(self) -> dict[str, Tensor]:
         """Returns this worker's counts since the last call, for the commit all-reduce."""

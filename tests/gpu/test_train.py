@@ -17,7 +17,6 @@ FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-expert
     --deterministic-mode --transformer-impl local""".split()
 
 ZERO = ("--use-distributed-optimizer",)
-MASTERS = ("--main-params-dtype", "bf16")
 MOMENTS = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16")
 
 
@@ -30,16 +29,26 @@ def train(log_dir, *flags):
     return {e["iteration"]: e["loss"] for e in events if e["type"] == "iteration"}, done.stdout
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        ZERO,
-        (*ZERO, "--bf16"),
-        (*ZERO, "--fp16", "--initial-loss-scale", "65536"),
-        (*ZERO, "--bf16", *MOMENTS),
-        ("--bf16", *MASTERS),
-    ],
-)
+PRECISIONS = [
+    ZERO,
+    (*ZERO, "--bf16"),
+    (*ZERO, "--fp16", "--initial-loss-scale", "65536"),
+    (*ZERO, "--bf16", *MOMENTS),
+    ("--bf16",),
+]
+STATES = [ZERO, MOMENTS]
+ASYNC = "--bf16 --use-distributed-optimizer --async-save --save-interval 5".split()
+
+
+def in_8_bits(layers, state):
+    return ["--transformer-impl", layers, "--bf16", "--fp8-format", "hybrid", *state]
+
+
+def with_attention(backend):
+    return ["--transformer-impl", "transformer_engine", "--attention-backend", backend, "--bf16", *ZERO]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_resumes_bit_identically(tmp_path, precision):
     whole, output = train(tmp_path / "whole", *precision)
     assert whole[20] < whole[1] - 0.5
@@ -51,13 +60,13 @@ def test_training_resumes_bit_identically(tmp_path, precision):
 
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])
-@pytest.mark.parametrize("masters", [ZERO, MASTERS, (*MASTERS, *MOMENTS)])
-def test_training_in_8_bits_resumes_bit_identically(tmp_path, masters, layers):
+@pytest.mark.parametrize("state", STATES)
+def test_training_in_8_bits_resumes_bit_identically(tmp_path, state, layers):
     if layers == "transformer_engine":
         pytest.importorskip("transformer_engine")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in 8 bits")
-    eight = ["--transformer-impl", layers, "--bf16", "--fp8-format", "hybrid", *masters]
+    eight = in_8_bits(layers, state)
     whole, _ = train(tmp_path / "whole", *eight)
     assert whole[20] < whole[1] - 0.5
     saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *eight]
@@ -71,7 +80,7 @@ def test_transformer_engine_attention_resumes_bit_identically(tmp_path, backend)
     pytest.importorskip("transformer_engine")
     if backend == "flash":
         pytest.importorskip("flash_attn")
-    kernel = ["--transformer-impl", "transformer_engine", "--attention-backend", backend, "--bf16", *ZERO]
+    kernel = with_attention(backend)
     whole, _ = train(tmp_path / "whole", *kernel)
     saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *kernel]
     first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
@@ -80,17 +89,7 @@ def test_transformer_engine_attention_resumes_bit_identically(tmp_path, backend)
 
 
 def test_async_save_in_background_resumes_bit_identically(tmp_path):
-    saved = [
-        "--save",
-        tmp_path / "saved",
-        "--load",
-        tmp_path / "saved",
-        "--bf16",
-        "--async-save",
-        "--save-interval",
-        5,
-        *ZERO,
-    ]
+    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *ASYNC]
     first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
     second, _ = train(tmp_path / "second", *saved)
     whole, _ = train(tmp_path / "whole", "--bf16", *ZERO)

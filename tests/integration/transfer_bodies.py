@@ -20,7 +20,7 @@ def exchange_shards(old: list[list[int]], new: list[list[int]], most: int) -> bo
     found, missing = transfers(*told, most)
     mine = [(region, values[at : at + region.numel].clone()) for at, region in held[rank]]
     filled = [(region, torch.full((region.numel,), -1.0, dtype=values.dtype)) for _, region in wanted[rank]]
-    perform(found, mine, filled)
+    perform(found, mine, filled, torch.device("cpu"))
     right = [values[at : at + region.numel] for at, region in wanted[rank]]
     whole = all(torch.equal(had, got) for had, (_, got) in zip(right, filled, strict=True))
     dist.barrier()

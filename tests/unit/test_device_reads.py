@@ -12,7 +12,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "numpy.flatnonzero(row), waiting.wait()",
     "megatron/pretraining/elastic/replicas.py": "steps",  # synchronize_group() precedes it
     "megatron/pretraining/elastic/state_transfer.py": "steps",  # as in replicas.py
-    "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
+    "megatron/pretraining/engine/optimizer.py": "scale",  # of no collective
     "megatron/pretraining/process/cpu.py": "tensor",  # on the CPU
     "moc/logs/log.py": "copy_event, self._stream",  # logs of an iteration count once it is committed
     "megatron/pretraining/entry/program.py": "torch.cuda",  # --train-sync-interval, after the commit
@@ -20,10 +20,11 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/runtime/device.py": "self._event, torch.cuda, values",  # the functions that check
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
-    "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
+    "moc/session/digests.py": "copied.wait_unchecked(), sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
     "moc/snapshot/device_copy.py": "event, mark",  # a snapshot is of a committed iteration, and finalized later
     # of a survivor's committed state, and compared after a gather
-    "moc/state/digests.py": "torch.stack([ChunkDigest.of(fragment)() for fragment in held])",
+    "moc/state/digests.py": "values",
+    "moc/state/replicated.py": "torch.stack(on_device)",  # counts of committed updates
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/torch/engine.py": "copy_to_host(gradient_counts)",
     "moc/torch/data.py": "local, value.detach()",  # state of users' objects, of a committed iteration

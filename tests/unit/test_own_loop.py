@@ -24,10 +24,12 @@ from moc.state.record import Position, StepRecord
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
-from moc.torch.engine import Loop, LoopEngine, clip_gradients
+from moc.torch.engine import Loop, LoopEngine, average_gradients, clip_gradients
+from moc.torch.loop import without_waiting
 from moc.torch.naming import Router, structure_of
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
+from tests.fake_cuda import GPU, FakeCuda
 from tests.integration.own_loop import Counting, Model, Noisy
 
 
@@ -387,6 +389,42 @@ def test_tokens_are_counted_for_each_expert():
     counter.close()
     model(torch.zeros(2, 5, dtype=torch.int64))
     assert sum(counter.by_layer(counter.take())[1].values()) == 0
+
+
+def test_tokens_are_counted_without_waits():
+    gpu = FakeCuda()
+    with gpu:
+        router = nn.Linear(8, 4, device=GPU)
+        counter = RouterCounter(nn.ModuleList([router]), [Router(0, "0", 4)], [0], 1)
+        for _ in range(2):
+            with gpu.measured():
+                router(torch.zeros(10, 8, device=GPU))
+                taken = counter.take()
+        assert not gpu.waits and {values.device.type for values in taken.values()} == {GPU}
+
+
+def test_average_reads_only_which_parameters_have_gradients(monkeypatch):
+    gpu, sums = FakeCuda(), []
+    monkeypatch.setattr("moc.torch.engine.dist.all_reduce", lambda values, group: sums.append((values.device, group)))
+    monkeypatch.setattr("moc.torch.engine.copy_to_host", lambda values: values.cpu())
+    monkeypatch.setattr("moc.torch.engine.group_for", lambda values: values.device.type)
+    with gpu:
+        parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in (GPU, GPU, GPU, "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with gpu.measured():
+            average_gradients(parameters, 2)
+    assert len(gpu.waits) == 1 and [(device.type, group) for device, group in sums] == [(GPU,) * 2, ("cpu",) * 2]
+
+
+def test_losses_are_added_without_waits():
+    gpu = FakeCuda()
+    with gpu:
+        losses = [torch.zeros(1, device=GPU, requires_grad=True) for _ in range(3)]
+        with gpu.measured():
+            total = sum(map(without_waiting, [*losses, None, 1.5]))
+        assert total.dtype is torch.float64 and not total.requires_grad and not gpu.waits
+    assert without_waiting(torch.tensor([0.1])) == float(torch.tensor([0.1]))
 
 
 def test_failure_is_deferred_once():

@@ -1,9 +1,15 @@
 """When the stream of a device waits for other workers, and for how long; the host has gone on meanwhile."""
 
+import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
+import torch
+
+from moc.runtime.device import HostCopy
 from moc.runtime.progress import Progress
-from moc.stream import StreamSpans
+from moc.stream import StreamSpans, marker_of
 from tests.unit.streams import Mark, Stream
 
 
@@ -87,3 +93,45 @@ def test_waits_can_be_read_concurrently():
         assert sum(pool.map(use, range(200))) >= 0.0
     waits.take()
     assert not waits.under_way
+
+
+class OfDevice:
+    """Event of CUDA, and what selects a device for a thread: first device 0, where a query creates a context."""
+
+    current, contexts = threading.local(), set()
+
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.contexts.add(getattr(self.current, "device", 0))
+        return True
+
+    synchronize = query
+
+    def elapsed_time(self, end_event):
+        return 1e3 * (self.query() and end_event.query())
+
+    @classmethod
+    @contextlib.contextmanager
+    def selected(cls, device):
+        cls.current.device = device.index
+        yield
+        del cls.current.device
+
+
+def test_queries_from_other_threads_create_no_other_context(monkeypatch):
+    device, host = torch.device("cuda", 3), mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Event", OfDevice)
+    monkeypatch.setattr(torch.cuda, "device", OfDevice.selected)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: host)
+    waits, copied = StreamSpans(marker_of(device)), HostCopy(mock.Mock(device=device))
+    with waits.span():
+        pass
+    with ThreadPoolExecutor(1) as thread:  # as one that reports whether this worker waits, or finalizes a snapshot
+        assert thread.submit(lambda: (waits.under_way, waits.take())).result() == (False, 1.0)
+        assert thread.submit(copied.wait_unchecked).result() is host
+    assert OfDevice.contexts == {3} and host.copy_.call_args.kwargs == {"non_blocking": True}

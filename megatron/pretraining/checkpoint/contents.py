@@ -104,7 +104,10 @@ def training_state(
 def grad_scaler_state(optimizer: CommitOptimizer) -> dict | None:
     """Returns fp16's loss scale and its history, as values of JSON; None without one."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
-    return _to_json_values(scalers[0].state_dict()) if scalers else None
+    if not scalers:
+        return None
+    state = scalers[0].state_dict()
+    return _to_json_values(state | ({"scale": [optimizer.loss_scale]} if "scale" in state else {}))
 
 
 def restore_grad_scaler(optimizer: CommitOptimizer, saved: dict | None) -> None:

@@ -11,6 +11,7 @@ transit (:mod:`megatron.pretraining.elastic.state_transfer`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,12 +159,13 @@ class Replicas:
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)
         expert_of = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
-        local_experts = dict(layer.experts.assigned())
+        local_experts, nbytes = dict(layer.experts.assigned()), self.sizes[number]
         arrived = {
-            name: torch.empty(self.sizes[number], dtype=torch.uint8, device=device)
+            name: torch.empty(nbytes, dtype=torch.uint8, device=device)
             for name in dict.fromkeys(transfer.chunk.operator for transfer in flow if transfer.target == rank)
         }
 
+        @functools.cache  # each copy of update counts to the device waits for the transfers before
         def state(name: str) -> Parts:
             return [arrived[name]] if name in arrived else self._parts(local_experts[expert_of[name]])
 

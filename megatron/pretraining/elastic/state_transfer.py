@@ -12,7 +12,7 @@ takes over the new blocks and drops the old ones. A loss before the confirmation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,7 @@ class Shards:
         }
         slices = dict(self._slices())
 
+        @cache  # each copy of an update count to the device waits for the transfers before
         def state(number: str) -> Parts:
             block = int(number)
             return [arrived[block]] if block in arrived else self._parts(slices[block])

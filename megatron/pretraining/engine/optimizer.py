@@ -47,13 +47,20 @@ class CommitOptimizer:
         self.norm = norm
         """Kind of gradient norm: :data:`EXACT` or :data:`STOCK`."""
         self.clip_grad, self._chunks = clip_grad, chunks
+        self._known_scale: tuple[torch.Tensor | None, float] = None, 1.0
         self.reduced: int | None = None
         """Iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss before backward (1.0 without fp16)."""
-        return float(self.core.get_loss_scale().item())
+        """Factor on the loss before backward (1.0 without fp16).
+
+        megatron-core replaces the tensor when the factor changes, so it is read only then: a read waits for the device.
+        """
+        scale: torch.Tensor = self.core.get_loss_scale()
+        if scale is not self._known_scale[0]:
+            self._known_scale = scale, float(scale.item())
+        return self._known_scale[1]
 
     @property
     def learning_rate(self) -> float:
@@ -83,14 +90,14 @@ class CommitOptimizer:
                 member.prepare_grads()
             drop_gradients(member, moving)
 
-    def norm_contribution(self) -> dict[str, torch.Tensor]:
+    def norm_contribution(self) -> dict[str, torch.Tensor | float]:
         """Returns this rank's contribution to the gradient norm; with Megatron-LM's norm, a collective call."""
         if self.norm == EXACT:
             return {"square_norm": self.local_square_norm()}
         core: Any = self.core
-        norm = torch.tensor(float(core.get_grad_norm()), dtype=torch.float64, device=torch.cuda.current_device())
+        norm = float(core.get_grad_norm())
         # equal on all ranks: a sum with zeros has the same bits
-        return {"norm": norm if dist.get_rank() == 0 or not norm.isfinite() else torch.zeros_like(norm)}
+        return {"norm": norm if dist.get_rank() == 0 or not math.isfinite(norm) else 0.0}
 
     def total_norm(self, totals: dict[str, float]) -> float:
         """Returns the norm before clipping, without the loss scale; inf if it is not finite."""

@@ -307,7 +307,9 @@ def _primed_moments(inner: Any, initialize: Callable[..., None] | None, main: to
             dtype = formats.get(name, main.dtype)
             state[name] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format).detach()
     if isinstance(inner, _TORCH_ADAMS) and "step" not in state:
-        state["step"] = torch.tensor(0.0)
+        settings = inner.param_groups[0]  # as torch: a fused kernel reads the count on the device
+        on_device = settings.get("fused") or settings.get("capturable")
+        state["step"] = torch.zeros((), device=main.device if on_device else "cpu")
     return {name: state[name] for name in names}
 
 

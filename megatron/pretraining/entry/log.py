@@ -172,7 +172,8 @@ class StockLog(EventRecorder):
             return {}
         reported = {name: record.auxiliary[name] for name in self.reports.names or ()}  # router losses have a tracker
         losses = {self.reports.loss_name: record.loss, **reported}
-        return {name: torch.tensor([value], device=torch.cuda.current_device()) for name, value in losses.items()}
+        device = torch.cuda.current_device()  # a blocking copy would wait for the update
+        return {name: torch.tensor([value]).to(device, non_blocking=True) for name, value in losses.items()}
 
     @property
     def _writers(self) -> list[BackgroundWriter]:

@@ -308,7 +308,7 @@ class Rebuilder:
             damage = self._agree(local_point and self._applier.apply(local_point, manifests))
         if not damage:
             loaded = () if point is None else self._reader.fragments_at(point)
-            give_to_other_stages(self._state, loaded, takes=local_point is not None)
+            give_to_other_stages(self._state, loaded, local_point is not None, self._world.device)
         if local_point is not None:
             self._state.freeze(local_point.frozen)
             self._state.activate(local_point.full)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moc.recovery.plan import Logs, RankCopy
 from moc.recovery.sources import AvailableCheckpoint
-from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.collectives import gather, group_for, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
@@ -287,22 +287,23 @@ def perform(
     found: Iterable[RegionTransfer],
     available: Sequence[tuple[Region, torch.Tensor]],
     needed: Sequence[tuple[Region, torch.Tensor]],
+    device: torch.device,
 ) -> None:
     """Sends and receives; all workers call it with the same transfers, and with the values of their boxes.
 
     Each worker finishes one transfer before it starts the next. The first unfinished transfer always has both workers
-    ready, so there is no deadlock.
+    ready, so there is no deadlock. Values in host memory (offload) are sent from ``device``, the device of the worker.
     """
     rank = dist.get_rank()
     for one in found:
         if rank == one.source:
             values = _part(*available[one.source_box], one.region).contiguous()
             if rank != one.target:
-                dist.send(values, one.target)
+                dist.send(values.to(device), one.target)
         if rank == one.target:
             into = _part(*needed[one.target_box], one.region)
             if rank != one.source:
-                values = torch.empty(one.region.shape, dtype=into.dtype, device=into.device)
+                values = torch.empty(one.region.shape, dtype=into.dtype, device=device)
                 dist.recv(values, one.source)
             into.copy_(values)
 
@@ -316,11 +317,13 @@ def saved_elsewhere(fragment: Fragment) -> bool:
     return fragment.replica[0] != 0
 
 
-def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], takes: bool) -> None:
+def give_to_other_stages(
+    state: TrainingState, fragments: Iterable[Fragment], takes: bool, device: torch.device
+) -> None:
     """Fills the part of this worker's state that other stages save, from their loaded state; a collective call.
 
     All workers have loaded the tensor chunks that are not :func:`saved_elsewhere`.  With ``takes``, this worker
-    receives the others; otherwise it keeps its state.
+    receives the others; otherwise it keeps its state.  ``device``: the device of this worker.
 
     Raises:
         ValueError: no stage saves a tensor chunk.
@@ -340,6 +343,7 @@ def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], ta
         found,
         [(one.region, one.view) for one in available],
         [(one.region, values) for one, values in zip(needed, filled, strict=True)],
+        device,
     )
     for fragment, values in zip(needed, filled, strict=True):
         state.load(fragment, values)
@@ -352,20 +356,29 @@ def _boxes(fragments: Iterable[Fragment]) -> list[Box]:
 def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
     """Sends and receives a plan's copies, one operator at a time; returns the bytes that this rank received.
 
-    All ranks call it with the same copies.
+    All ranks call it with the same copies.  Source and target have the same part of the model, on the same devices.
     """
     by_operator, received = fragments_by_operator(state), 0
     for copy in copies:
         if rank not in (copy.source, copy.target):
             continue
-        fragments = by_operator[copy.operator]
-        packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message per operator
-        if rank == copy.source:
-            dist.send(packed, copy.target)
-        else:
-            dist.recv(packed, copy.source)
+        for fragments in _by_device(by_operator[copy.operator]):
+            packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message for all
+            group = group_for(packed)
+            if rank == copy.source:
+                dist.send(packed, copy.target, group=group)
+                continue
+            dist.recv(packed, copy.source, group=group)
             values = packed.split([fragment.view.nbytes for fragment in fragments])
             for fragment, value in zip(fragments, values, strict=True):
                 state.load(fragment, value.clone().view(fragment.view.dtype))  # aligned for its dtype
             received += packed.nbytes
     return received
+
+
+def _by_device(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
+    """Returns the chunks in device memory, and those in host memory, where offload keeps optimizer state."""
+    parts: dict[str, list[Fragment]] = defaultdict(list)
+    for fragment in fragments:
+        parts[fragment.view.device.type].append(fragment)
+    return [parts[kind] for kind in sorted(parts)]

@@ -18,6 +18,7 @@ from tests.gpu import check, test_many_ranks, test_train
 from tests.gpu.check import FAILED, LATE, NOT_RUN, PASSED, SKIPPED
 from tests.gpu.one_gpu import ASKED, NotHere, one_gpu_environment
 from tests.gpu.steps import STEPS, Step
+from tests.gpu.test_many_ranks import SPARSE
 
 ROOT = Path(__file__).parents[3]
 WORKER = {ASKED: "1", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
@@ -43,23 +44,24 @@ def test_gpu_check_steps_are_listed_and_select_tests():
             assert all(re.search(rf"def test_\w*{name}", text) or name == "fp8" for name in names), step.name
 
 
-FLAGS = {
-    "kills": (2, [*test_many_ranks.FLAGS, *test_many_ranks.FULL]),
-    "stages": (4, [*test_many_ranks.FLAGS, *test_many_ranks.SPARSE]),
-    "precisions": (1, [*test_train.FLAGS, *test_train.ZERO, "--bf16"]),
-    "training": (1, [*device_training.MODEL, *device_training.PADDED, "--num-layers", "6", "--train-iters", "3"]),
-}
+MANY, ONE, CASES = test_many_ranks.FLAGS, test_train.FLAGS, device_training.CASES
+FLAGS = [
+    *((workers, [*MANY, *more, "--train-iters", "3"]) for workers, more in ((2, test_many_ranks.FULL), (4, SPARSE))),
+    *((1, [*ONE, *precision]) for precision in (*test_train.PRECISIONS, test_train.ASYNC)),
+    *((1, [*ONE, *test_train.in_8_bits("local", state)]) for state in test_train.STATES),
+    *((1, [*ONE, *test_train.with_attention(backend)]) for backend in ("flash", "fused", "unfused")),
+    *((1, device_training.flags_for(case, interval)) for case in CASES for interval in (1, device_training.NEVER)),
+]
 
 
-@each_row("step", FLAGS)
-def test_program_accepts_flags_of_gpu_check_steps(step):
-    workers, flags = FLAGS[step]
-    limits = [] if "--train-iters" in flags else ["--train-iters", "3"]
-    places = [] if step == "precisions" else ["--ckpt-dir", "x"]
-    config = config_of_words([*flags, *limits, *places], None)
+@each_row("workers, flags", FLAGS)
+def test_program_accepts_flags_of_gpu_check_steps(workers, flags):
+    places = ["--ckpt-dir", "x"] if "--ckpt-policy" in flags else ["--save", "x"]
+    config = config_of_words([*flags, *places], None)
     check_world(config, workers)
     check_backend(config, "nccl")
-    check_backend(config, "gloo")
+    if "transformer_engine" not in flags:
+        check_backend(config, "gloo")
 
 
 def test_step_passes_fails_is_skipped_or_times_out(tmp_path, capfd):

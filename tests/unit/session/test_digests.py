@@ -9,6 +9,7 @@ import torch
 from moc.session.digests import KnownDigests, LocalPart, add_parts, compare_digests, hash_values, unlike_masters
 from moc.state.digests import MODULE
 from moc.state.operators import Detail, Region
+from tests.fake_cuda import GPU, FakeCuda
 
 A, B, C = ({"master": value} for value in (2, 4, 3))
 KEPT = LocalPart("chunks", A, is_kept=True)
@@ -97,6 +98,13 @@ def test_weights_that_do_not_follow_from_masters_are_named(dtype):
     assert unlike_masters(state) == set()
     state.param.view(torch.int16)[1] ^= 1  # also of a NaN
     assert unlike_masters(state) == {"embedding"}
+
+
+def test_weights_are_compared_with_masters_in_host_memory():
+    state: Any = Weights(torch.bfloat16)
+    with FakeCuda():
+        state.param, state.master = torch.empty(3, dtype=torch.bfloat16, device=GPU), torch.empty(3)
+        assert unlike_masters(state) == set()
 
 
 def test_changed_schedules_and_counters_are_named():

@@ -2,27 +2,46 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.digests import ChunkDigest, differing_operators, from_limbs, to_limbs, to_text, total_of
+from moc.state import digests
+from moc.state.digests import (
+    ChunkDigest,
+    StateDigest,
+    blocks_of,
+    chunk_sums,
+    differing_operators,
+    from_limbs,
+    to_limbs,
+    to_text,
+    total_of,
+)
 from moc.state.operators import Fragment, Region, regions_of_range
 from tests.cases import each_row
+from tests.fake_cuda import GPU, FakeCuda
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 MASK = (1 << 64) - 1
 Shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 
-def chunk(
-    tensor: torch.Tensor, region: Region, name: str = "decoder.final_layernorm.weight", shift: int = 0
-) -> Fragment:
+NAME = "decoder.final_layernorm.weight"
+
+
+def chunk(tensor: torch.Tensor, region: Region, name: str = NAME, shift: int = 0) -> Fragment:
     """A chunk of a tensor, whose memory begins after ``shift`` other elements."""
     values = torch.empty(region.numel + shift, dtype=tensor.dtype)[shift:]
     values.copy_(tensor[region.slices()].reshape(-1))
+    return of(values, region, tuple(tensor.shape), name)
+
+
+def of(values: torch.Tensor, region: Region, shape: tuple[int, ...], name: str = NAME) -> Fragment:
+    """A chunk of a tensor of a shape, with these values."""
     return Fragment(
-        name=name, slot="master", global_shape=tuple(tensor.shape), region=region, view=values, first_copy=True,
+        name=name, slot="master", global_shape=shape, region=region, view=values, first_copy=True,
         padded=False, tensor=values, start=0, replica=(0, 0, 0), sharded=False,
     )  # fmt: skip
 
@@ -110,3 +129,67 @@ def test_differing_operators_are_found(unknown, expected):
     now = {("embedding", "master"): 1, ("layers.0.router", "master"): 3}
     before = {("output", "master"): 1, ("layers.0.router", "master"): 3, ("layers.0.router", "param"): 0}
     assert differing_operators(now, before, unknown) == expected
+
+
+@pytest.fixture
+def gpu():
+    """A GPU whose tensors the module does not keep."""
+    digests._odd_numbers.cache_clear()
+    yield FakeCuda()
+    digests._odd_numbers.cache_clear()
+
+
+def test_digest_on_device_is_launched_without_waits(gpu):
+    """Also of slices of a tensor, and of state that is partly in host memory."""
+    with gpu:
+        large = torch.empty(1 << 30, device=GPU)  # 4 GB
+        sliced = torch.empty(8 * 64, device=GPU)
+        unaligned = torch.empty(8 * 3, dtype=torch.bfloat16, device=GPU)
+        buffer, offloaded = torch.empty(6, device=GPU), torch.empty(1000)
+    parts = [
+        of(large, Region((0,), (1 << 30,)), (1 << 30,)),
+        of(sliced, Region((0, 64), (8, 64)), (8, 128)),
+        of(offloaded, Region((0,), (1000,)), (1000,)),
+        of(unaligned, Region((0, 3), (8, 3)), (8, 6)),
+        of(buffer, Region((0,), (6,)), (6,)),
+    ]
+    digest = StateDigest(parts, [("output", "master")])
+    with gpu:
+        assert digest.compute().device.type == GPU
+        with gpu.measured():
+            digest.compute()
+        assert not gpu.waits and gpu.launches < 10_000
+
+
+def test_many_chunks_on_device_take_few_launches(gpu):
+    with gpu:
+        parts = [of(torch.empty(1000, device=GPU), Region((0,), (1000,)), (1000,)) for _ in range(500)]
+    digest = StateDigest(parts, [("output", "master")])
+    with gpu:
+        digest.compute()
+        with gpu.measured():
+            digest.compute()
+        assert not gpu.waits and gpu.launches < 100
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12), st.integers(0, 5))
+def test_blocks_have_digests_of_their_chunks(lengths, most, first):
+    """As on a device, which other tests compute on the CPU."""
+    chunks = []
+    for number, words in enumerate(lengths):
+        tensor = some((2 * (words + first),), torch.float32)
+        chunks.append(ChunkDigest.of(chunk(tensor, Region((2 * first,), (2 * words,)), f"{NAME}{number}")))
+        assert chunks[-1].is_run
+    sums = torch.zeros(len(chunks), dtype=torch.int64)
+    for block in blocks_of(chunks, range(len(chunks)), most):
+        block.add_to(sums)
+    assert sums.tolist() == [int(each()) for each in chunks]
+
+
+def test_sums_of_chunks_are_in_order_of_chunks():
+    tensors = [some((size,), torch.float32) for size in (8, 3, 5)]
+    parts = [chunk(tensor, *whole(tensor)) for tensor in tensors]
+    found = chunk_sums(parts)
+    assert [value for _, value in found] == [digest(tensor, whole(tensor)) for tensor in tensors]
+    assert all(part is own for (part, _), own in zip(found, parts, strict=True))

@@ -7,6 +7,7 @@ from moc.state.operators import Detail
 from moc.state.replicated import ReplicatedState
 from tests.cases import each_row
 from tests.errors import raises
+from tests.fake_cuda import GPU, FakeCuda
 
 NAMES = ("embedding.weight", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.experts.1.weight",
          "output_layer.weight")  # fmt: skip
@@ -24,6 +25,19 @@ def update(parameters, optimizer):
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+
+
+def test_counts_on_device_are_read_together():
+    parameters, optimizer, state = made()
+    update(parameters, optimizer)
+    assert set(state.steps().values()) == {1}
+    gpu = FakeCuda()
+    with gpu:
+        for moments in optimizer.state.values():
+            moments["step"] = torch.zeros((), device=GPU)
+        with gpu.measured():
+            assert set(state.steps()) == set(OPERATORS)
+    assert len(gpu.waits) == 1
 
 
 def test_operators_follow_from_parameter_names():
