@@ -58,7 +58,12 @@ class BoxWithTexts:
 INDEX_KEY = "regions"
 """Metadata key of the index of entries."""
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header
-_DTYPES_BY_SIZE = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
+_DTYPES_BY_SIZE = {  # by bytes of an element
+    8: "F64 I64 U64 C64",
+    4: "F32 I32 U32",
+    2: "F16 BF16 I16 U16",
+    1: "F8_E4M3 F8_E5M2 I8 U8 BOOL",
+}
 _ELEMENT_BYTES = {name: number for number, names in _DTYPES_BY_SIZE.items() for name in names.split()}
 
 

@@ -128,7 +128,7 @@ def test_accelerate_adds_gradients_of_all_batches(tmp_path):
     assert (before - model.weight).tolist() == [pytest.approx([1.0, 2.0])]
 
 
-def test_lightning_reports_mean_loss_and_ends_early_on_all_workers(tmp_path):
+def test_lightning_reports_mean_loss_and_ends_on_all_workers(tmp_path):
     """The iteration after the end tells the other workers; the Trainer ends within an iteration."""
     lightning = pytest.importorskip("lightning")
     from moc.lightning import FaultTolerantStrategy
