@@ -53,7 +53,8 @@ class FaultTolerantAccelerator(Accelerator):
     def __init__(self, *arguments: Any, protection: Mapping[str, Any] | None = None, **keywords: Any):
         job = join_alone()
         super().__init__(*arguments, **keywords)
-        self._job = joined_job("accelerate", "create FaultTolerantAccelerator first", self.num_processes)
+        first = "create FaultTolerantAccelerator first"
+        self._job = joined_job("accelerate", first, self.num_processes, protection)
         states: list[Any] = [PartialState(), self.state]
         for state in states:
             state.process_index = state.local_process_index = job.rank
@@ -100,7 +101,14 @@ class FaultTolerantAccelerator(Accelerator):
         if kind == "model":
             self._parts[kind] = part = super().prepare(part, **keywords)
             return part
-        return Stepping(part, self.commit if kind == "optimizer" else do_nothing)
+        if kind == "scheduler":
+            return Stepping(part, do_nothing)
+
+        def zero_grad(set_to_none: bool = True) -> None:  # as accelerate's optimizers do
+            if self.sync_gradients:
+                part.zero_grad(set_to_none)
+
+        return Stepping(part, self.commit, zero_grad=zero_grad)
 
     @property
     def iteration(self) -> int:
@@ -120,6 +128,12 @@ class FaultTolerantAccelerator(Accelerator):
                     "before the first batch is read",
                     code="loop-call-unsupported",
                 )
+            if self._protection.get("iterations") is None:
+                raise SettingsError(
+                    "protection has no iterations, and the loader has no number of epochs. Fix: give "
+                    "protection={'iterations': ...}, the number of updates of the training",
+                    code="loop-call-unsupported",
+                )
             objects = {str(number): registered for number, registered in enumerate(self._objects)}
             self.run = protect(
                 **self._parts,
@@ -133,8 +147,7 @@ class FaultTolerantAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Context of a batch; ``sync_gradients`` is True in the last batch of an iteration."""
-        self.sync_gradients = self.run is None or self.run.is_last_batch
+        """Context of a batch, without effect: the loader sets ``sync_gradients`` for the last batch of an iteration."""
         yield
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
@@ -192,4 +205,5 @@ class _EpochBatches:
             batch = next(self._batches, None)
             if batch is None:
                 return
+            self._accelerator.sync_gradients = run.is_last_batch
             yield send_to_device(batch, self._accelerator.device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +56,13 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         super().__init__(device, **keywords)
-        self._job = joined_job("Lightning", "create FaultTolerantStrategy first", 1)
+        self._job = joined_job("Lightning", "create FaultTolerantStrategy first", 1, protection)
         self.global_rank = rank_zero_only.rank = job.rank
         self._protection = dict(protection or {})
-        self._loss: Tensor | None = None
-        self._backwards = 0
+        self._loss: Tensor | float = 0.0
         self.run: ProtectedRun | None = None
         self._groups: Iterator[list] | None = None
+        self._group: list | None = None  # the one that is computed now
 
     @property
     def is_global_zero(self) -> bool:
@@ -124,7 +125,8 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             raise _unsupported("this schedule", "return one schedule with interval 'step' and frequency 1")
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise _unsupported("precision 16-mixed", "use precision bf16-mixed")
-        if trainer.limit_train_batches != 1.0 or trainer.reload_dataloaders_every_n_epochs:
+        limit = trainer.limit_train_batches  # 1 is one batch, and 1.0 all of them
+        if isinstance(limit, int) or limit != 1.0 or trainer.reload_dataloaders_every_n_epochs:
             raise _unsupported("a limit or a reload of the training data", "remove the option")
         if self.run is not None:
             raise _unsupported("several training loaders or trainings", "use one loader and one call of fit()")
@@ -132,14 +134,13 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
     def next_group(self) -> list | None:
         """Returns the batches of the next iteration; None at the end."""
         assert self._groups is not None  # in training
-        return next(self._groups, None)
+        self._group = next(self._groups, None)
+        return self._group
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Averages the gradients after the last ``backward()`` of an iteration."""
+        """Adds the loss, which Lightning has divided by the batches of an iteration."""
         super().post_backward(closure_loss)
-        self._loss, self._backwards = closure_loss.detach(), self._backwards + 1
-        if self.run is not None and self._backwards == self._trainer.accumulate_grad_batches:
-            self.run.reduce()
+        self._loss = self._loss + closure_loss.detach() * self._trainer.accumulate_grad_batches
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
         """Ends an iteration, and repeats iterations that a lost worker has undone."""
@@ -147,40 +148,43 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         assert run is not None  # in training
         target, output = run.iteration + 1, None
 
-        def step(closure: Callable[[], Any]) -> bool:
+        def reduced() -> Any:  # before the Trainer clips gradients
             nonlocal output
-            returned, self._backwards = closure(), 0
-            output = returned if output is None else output
-            return run.step(self._loss)
+            output = closure()
+            run.reduce()
+            return output
 
-        stepping: Any = Stepping(optimizer, step)
-        has_committed = super().optimizer_step(stepping, closure, model, **keywords)
+        stepping: Any = Stepping(optimizer, self._step)
+        has_committed = super().optimizer_step(stepping, reduced, model, **keywords)
         while not has_committed or run.iteration < target:
             has_committed = self._repeat(next(self._groups or iter(())))
         return output
 
-    def _repeat(self, group: list) -> bool:
+    def _step(self, closure: Callable[[], Any], stop: bool = False) -> bool:
+        closure()
+        loss, self._loss, self._group = self._loss, 0.0, None
+        assert self.run is not None  # in training
+        return self.run.step(loss, stop)
+
+    def _repeat(self, group: list, stop: bool = False) -> bool:
         """Computes an iteration again, with the hooks of the module."""
         loop, module = self._trainer.fit_loop.epoch_loop, self._trainer.lightning_module
-        self._backwards = 0
+        assert self.run is not None  # in training
+        self._loss = 0.0
         for number, batch in enumerate(group):
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=0)
             parameters = loop._build_kwargs(OrderedDict(), batch, number)
             loop.automatic_optimization._make_closure(parameters, self.optimizers[0], number)()
-        step: Any = Stepping(self.optimizers[0], lambda closure: closure())
-        self.precision_plugin.optimizer_step(step, model=module, closure=lambda: None)  # clips
-        self._backwards = 0
-        assert self.run is not None  # in training
-        return self.run.step(self._loss)
+        stepping: Any = Stepping(self.optimizers[0], partial(self._step, stop=stop))
+        return self.precision_plugin.optimizer_step(stepping, model=module, closure=self.run.reduce)  # clips
 
     def on_train_end(self) -> None:
-        """Repeats iterations that were lost at the end, and leaves the job."""
+        """Repeats iterations that were lost at the end, and leaves the job; after one more iteration if early."""
         super().on_train_end()
-        run = self.run
-        if run is None or run.iteration < run.iterations:  # ended early
-            return None if run is None else run.finish()
-        while (group := self.next_group()) is not None:
-            self._repeat(group)
+        if self.run is not None:
+            target = self.run.iteration
+            while (group := self._group or self.next_group()) is not None:
+                self._repeat(group, stop=self.run.iteration + 1 >= target)
 
 
 class _EpochBatches:
@@ -195,7 +199,10 @@ class _EpochBatches:
     def __iter__(self) -> Iterator[Any]:
         run = self._strategy.run
         end = (self._trainer.current_epoch + 1) * (self._length // self._accumulate)
-        while run is not None and run.iteration < end and (group := self._strategy.next_group()) is not None:
+        while run is not None and run.iteration < end:
+            if (group := self._strategy.next_group()) is None:
+                self._trainer.should_stop = True  # another worker has ended the training early
+                return
             yield from group
 
 

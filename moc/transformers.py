@@ -12,17 +12,20 @@ so that the Trainer's counters never go back.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
+from accelerate import PartialState
 from torch.utils.data import Dataset, IterableDataset
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from moc.runtime.job import Job
+from moc.session.settings import SettingsError
 from moc.torch import PositionError, protect
 from moc.torch.frameworks import Stepping, do_nothing, join_alone, joined_job, shared_loader
 
@@ -56,8 +59,14 @@ class FaultTolerance:
         super().__init__(*arguments, **keywords)
         trainer: Any = self
         processes = max(trainer.args.world_size, trainer.args.n_gpu)
-        self._job = joined_job("the Trainer", "call moc.transformers.init() before TrainingArguments", processes)
+        first = "call moc.transformers.init() before TrainingArguments"
+        self._job = joined_job("the Trainer", first, processes, protection)
         self._protection, self._run, self._groups = dict(protection or {}), None, None
+        self._group: list | None = None  # the one that is computed now
+        states: list[Any] = [PartialState(), trainer.accelerator.state]
+        for state in states:
+            state.process_index = state.local_process_index = self._job.rank
+        trainer.add_callback(_Epochs(self))
         if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
             raise PositionError(
                 "a train_dataset without length has no position, so a replacement could not read the same samples. "
@@ -75,26 +84,31 @@ class FaultTolerance:
         inner, args = super().get_train_dataloader(), trainer.args  # pyright: ignore[reportAttributeAccessIssue]
         seed = args.data_seed or args.seed
         self._loader = shared_loader(inner, seed, self._job, args.gradient_accumulation_steps)
+        self.in_epoch = len(self._loader) // args.gradient_accumulation_steps
         if args.max_steps <= 0:
-            args.max_steps = int(len(self._loader) // args.gradient_accumulation_steps * args.num_train_epochs)
+            args.max_steps = math.ceil(self.in_epoch * args.num_train_epochs)
         return _TrainerBatches(self, inner.dataset)
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Trains like the Trainer; ``resume_from_checkpoint`` is not needed, because the snapshots have the state."""
-        trained = super().train(*arguments, **keywords)  # pyright: ignore[reportAttributeAccessIssue]
-        while self._groups is not None and (group := next(self._groups, None)) is not None:
-            self._compute(group)  # a worker was lost at the end
-        return trained
+        if self._run is not None:
+            raise SettingsError(
+                "the Trainer has trained already, and a run protects one training. Fix: create another Trainer, with "
+                "more iterations",
+                code="loop-call-unsupported",
+            )
+        return super().train(*arguments, **keywords)  # pyright: ignore[reportAttributeAccessIssue]
 
     def next_group(self) -> list | None:
         """Returns the batches of the next iteration; None at the end.  The first call begins the run."""
         trainer: Any = self
         if self._groups is None:
             self._begin()
-            group = next(self._groups, None)  # pyright: ignore[reportArgumentType]  # set by _begin()
+            self._group = next(self._groups, None)  # pyright: ignore[reportArgumentType]  # set by _begin()
             trainer.state.global_step = self._run.iteration  # pyright: ignore[reportOptionalMemberAccess]  # as above
-            return group
-        return next(self._groups, None)
+            return self._group
+        self._group = next(self._groups, None)
+        return self._group
 
     def _begin(self) -> None:
         trainer: Any = self
@@ -127,18 +141,29 @@ class FaultTolerance:
         """Ends an iteration, and repeats iterations that a lost worker has undone."""
         run, groups = self._run, self._groups
         assert run is not None and groups is not None  # in training
-        target = run.iteration + 1
+        target, self._group = run.iteration + 1, None
         has_committed = run.step()
         while not has_committed or run.iteration < target:
             has_committed = self._compute(next(groups))
 
-    def _compute(self, group: list) -> bool:
+    def end(self) -> None:
+        """Ends the training on all workers; after one more iteration if this one ends early."""
+        run, groups = self._run, self._groups
+        assert run is not None and groups is not None  # in training
+        trainer: Any = self
+        target = run.iteration
+        trainer.model.zero_grad()  # of an iteration that is not complete
+        while (group := self._group or next(groups, None)) is not None:
+            self._group = None
+            self._compute(group, stop=run.iteration + 1 >= target)
+
+    def _compute(self, group: list, stop: bool = False) -> bool:
         trainer: Any = self
         assert self._run is not None  # in training
         batches, items = trainer.get_batch_samples(iter(group), len(group), trainer.args.device)
         for batch in batches:
             trainer.training_step(trainer.model_wrapped, batch, items)
-        return self._run.step()
+        return self._run.step(stop=stop)
 
 
 class FaultTolerantTrainer(FaultTolerance, transformers.Trainer):
@@ -154,3 +179,23 @@ class _TrainerBatches:
     def __iter__(self) -> Iterator[Any]:
         while (group := self._owner.next_group()) is not None:
             yield from group
+        trainer: Any = self._owner
+        trainer.control.should_training_stop = True  # another worker may have ended the training early
+
+
+class _Epochs(TrainerCallback):
+    """Counts epochs, and ends the run with the training, before the Trainer loads its best model."""
+
+    def __init__(self, owner: FaultTolerance):
+        self._owner = owner
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        state.epoch = state.global_step / self._owner.in_epoch
+        if state.global_step % self._owner.in_epoch == 0 and state.global_step < state.max_steps:
+            trainer: Any = self._owner
+            trainer.callback_handler.on_epoch_end(args, state, control)
+            trainer.callback_handler.on_epoch_begin(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if control.should_training_stop:
+            self._owner.end()

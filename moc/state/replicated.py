@@ -164,8 +164,7 @@ class TorchState:
     def steps(self) -> dict[str, int]:
         """Returns the number of updates of each operator's moments; empty for SGD and Muon, which do not count."""
         counts: dict[str, int] = {}
-        names, counters = [name for name, _ in self._counters()], [counter for _, counter in self._counters()]
-        for name, count in zip(names, _read(counters), strict=True):  # the most: without gradients, none is counted
+        for name, count in self.counts().items():  # the most: a parameter without gradients counts none
             counts[self._operators[name]] = max(counts.get(self._operators[name], 0), count)
         return counts
 
@@ -175,11 +174,16 @@ class TorchState:
             if self._operators[name] in steps:
                 counter.fill_(steps[self._operators[name]])
 
-    def set_step(self, name: str, step: int) -> None:
-        """Sets the number of updates of one tensor."""
-        for tensor_name, counter in self._counters():
-            if tensor_name == name:
-                counter.fill_(step)
+    def counts(self) -> dict[str, int]:
+        """Returns the number of updates by tensor; empty for SGD and Muon, which do not count."""
+        names, counters = [name for name, _ in self._counters()], [counter for _, counter in self._counters()]
+        return dict(zip(names, _read(counters), strict=True))
+
+    def set_counts(self, counts: Mapping[str, int]) -> None:
+        """Sets the number of updates of some tensors."""
+        for name, counter in self._counters():
+            if name in counts:
+                counter.fill_(counts[name])
 
     def _counters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for saved in self._tensors:
@@ -278,13 +282,14 @@ def primed_moments(
         kind = type(optimizer).__name__
         raise UnsupportedStateError(
             f"{kind + ' with dampening' if kind == 'SGD' else kind} keeps state that is not supported. Fix: use Adam, "
-            "AdamW, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Muon or SGD without dampening of torch.optim, or "
-            "implement moc.TrainingState for it",
+            "AdamW, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, Muon or SGD without dampening of torch.optim, "
+            "or implement moc.TrainingState for it",
             code="optimizer-unsupported",
         )
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon)):  # which do not count updates
         on = parameter.device if group.get("capturable") or group.get("fused") else "cpu"  # as torch has it
-        state.setdefault("step", torch.zeros((), device=on))
+        is_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        state.setdefault("step", torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=on))
     return {
         slot: state.setdefault(slot, torch.full_like(parameter.detach(), value)).detach()
         for slot, value in moments.items()
@@ -305,6 +310,8 @@ def _initial_moments(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]
             return {"sum": group["initial_accumulator_value"]}
         case torch.optim.Adadelta:
             return {"square_avg": 0.0, "acc_delta": 0.0}
+        case torch.optim.Rprop:
+            return {"prev": 0.0, "step_size": float(group["lr"])}
         case torch.optim.RMSprop:
             optional = {"momentum_buffer": group["momentum"] > 0, "grad_avg": group["centered"]}
             return {"square_avg": 0.0} | {slot: 0.0 for slot, is_kept in optional.items() if is_kept}

@@ -197,7 +197,9 @@ class Batches:
         keys = self._epoch_of(objects, sampler if batch_sampler is None else batch_sampler, epoch)
         seeded: Any = _SeededDataset(loader.dataset, derived_seed(self._seed, epoch, self._rank))
         remaining = [
-            [(offset + number, index) for index in key] if batch_sampler is not None else (offset + number, key)
+            [(offset + number, place, index) for place, index in enumerate(key)]
+            if batch_sampler is not None
+            else (offset + number, 0, key)
             for number, key in enumerate(keys[offset:])
         ]
         order: dict[str, Any] = (
@@ -229,21 +231,21 @@ def reordered(loader: DataLoader, dataset: Any, **order: Any) -> DataLoader:
 
 
 class _SeededDataset:
-    """A data set whose random numbers depend on the position of the batch and the index of the sample."""
+    """A data set whose random numbers depend on the position of the batch and the sample's place in it."""
 
     def __init__(self, dataset: Any, seed: int):
         self._dataset, self._seed = dataset, seed
         if hasattr(dataset, "__getitems__"):
             self.__getitems__: Callable = self._get_items
 
-    def __getitem__(self, key: tuple[int, Any]) -> Any:
-        position, index = key
-        set_seed(derived_seed(self._seed, position, index if isinstance(index, int) else 0))
+    def __getitem__(self, key: tuple[int, int, Any]) -> Any:
+        position, place, index = key
+        set_seed(derived_seed(self._seed, position, place))
         return self._dataset[index]
 
-    def _get_items(self, keys: Sequence[tuple[int, Any]]) -> Any:
+    def _get_items(self, keys: Sequence[tuple[int, int, Any]]) -> Any:
         set_seed(derived_seed(self._seed, keys[0][0]))
-        return self._dataset.__getitems__([index for _, index in keys])
+        return self._dataset.__getitems__([index for _, _, index in keys])
 
 
 class DealtBatches:

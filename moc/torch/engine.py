@@ -22,6 +22,7 @@ from moc.runtime.collectives import gather, group_for, sum_over_workers
 from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
+from moc.session.resume.reading import UPDATES_BEFORE
 from moc.session.session import policy_of
 from moc.session.settings import Settings, SettingsError
 from moc.state.operators import NAMED, Detail, Region, UnsupportedStateError, operator_of
@@ -106,14 +107,17 @@ class LoopEngine:
         self._unsharded = list(
             {id(entry.tensor): entry.tensor for entry in saved if not isinstance(entry.tensor, DTensor)}.values()
         )
-        parameters = self.state.parameters(self.state.operators())
+        self._names = frozenset(operator.name for operator in self.operators)  # also of empty chunks
+        parameters = self.state.parameters(self._names)
         self._parameters = {id(tensor): tensor for tensor in parameters.values()}
         self._model_digest = xxhash.xxh3_64_hexdigest(
             repr([(entry.name, entry.global_shape, str(entry.tensor.dtype)) for entry in saved]).encode()
         )
         self.averages = True
         self.is_partitioned = any(isinstance(named.tensor, DTensor) for named in structure.tensors)
-        self._updates, self._lag = 0, dict.fromkeys(parameters, 0)
+        counts = self.state.counts()  # of an optimizer whose state was loaded before
+        self._updates = max(counts.values(), default=0)
+        self._lag = {name: self._updates - counts.get(name, self._updates) for name in parameters}
         self._data_states: list[Any] | None = None
         self._next_data_states: list[Any] | None = None
         self._committed = ""
@@ -131,8 +135,9 @@ class LoopEngine:
         return float(xxhash.xxh3_64_intdigest(self._committed.encode()) >> 44)
 
     def capture(self) -> None:
-        """Records the non-tensor state of a committed iteration."""
+        """Records the non-tensor state and the buffers of a committed iteration, as the body has left them."""
         loop, self._data_states = self.loop, self._next_data_states
+        self._keep_buffers()
         groups = [
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in loop.optimizer.param_groups
@@ -151,6 +156,11 @@ class LoopEngine:
         self._committed = encode_plain("the loop", values)
 
     @torch.no_grad()
+    def _keep_buffers(self) -> None:
+        for buffer, saved in self._buffers:
+            saved.copy_(buffer)
+
+    @torch.no_grad()
     def _restore_buffers(self) -> None:
         """Sets the buffers to their saved values: a forward pass changes them while a snapshot is copied."""
         for buffer, saved in self._buffers:
@@ -160,11 +170,11 @@ class LoopEngine:
         """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
         if not position.iteration:
             for tensor in self._unsharded if self.world.size > 1 else ():
-                dist.broadcast(tensor.detach(), src=0, group=group_for(tensor))
+                dist.broadcast(_bytes_of(tensor), src=0, group=group_for(tensor))
         self._restore_buffers()
         states = self._data_states
         local_data_state = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
-        self.batches.begin(position.iteration * self.loop.accumulate, local_data_state)
+        self.batches.begin(position.consumed_samples // self.world.size, local_data_state)
         self.loop.optimizer.zero_grad()
         if self.loop.scaler is not None:
             _forget_unscaling(self.loop.scaler)  # of an iteration that a lost worker has interrupted
@@ -173,10 +183,12 @@ class LoopEngine:
 
     def scalars(self, position: Position) -> dict:
         facts = {"optimizer": self._optimizer_kind, "model": self._model_digest, "loop": self._committed}
-        return vars(position) | facts
+        updates_before = self._updates - (position.iteration - position.skipped_iterations)
+        return vars(position) | facts | {UPDATES_BEFORE: updates_before}
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         loop, values = self.loop, decode_plain(saved["loop"])
+        self._check_parts(values, where)
         for group, saved_group in zip(loop.optimizer.param_groups, values["groups"], strict=True):
             for key, value in saved_group.items():
                 if isinstance(group.get(key), Tensor):
@@ -197,8 +209,21 @@ class LoopEngine:
             )
         self._data_states, self._updates = values["data"], values["updates"]
         self._lag = dict.fromkeys(self._lag, 0) | values["lag"]
-        for name, lag in values["lag"].items():
-            self.state.set_step(name, self._updates - lag)
+        self.state.set_counts({name: self._updates - lag for name, lag in values["lag"].items()})
+
+    def _check_parts(self, values: Mapping, where: str) -> None:
+        groups, objects = self.loop.optimizer.param_groups, self.loop.objects.keys() - values["objects"].keys()
+        number = len(values["groups"])
+        differences = {
+            f"{number} parameter groups, and this run has {len(groups)}": number != len(groups),
+            "no schedule": self.loop.scheduler is not None and values["scheduler"] is None,
+            f"no state {min(objects, default='')}": bool(objects),
+        }
+        if lacking := next((text for text, differs in differences.items() if differs), None):
+            raise CheckpointError(
+                f"{where} has {lacking}. Fix: give protect() what the saved run had, or name another directory",
+                code="checkpoint-of-another-model",
+            )
 
     @property
     def _optimizer_kind(self) -> str:
@@ -231,6 +256,13 @@ class LoopEngine:
     def reduce(self) -> bool:
         """Averages, unscales and clips the gradients; returns whether all of them are finite.  Collective."""
         loop, finite = self.loop, True
+        if sum(len(group["params"]) for group in loop.optimizer.param_groups) != len(self._parameters):
+            raise SettingsError(
+                "the optimizer has other parameters than protect() has received: their gradients would not be averaged "
+                "and their state not saved. Fix: give it all parameters before protect(), with requires_grad=False "
+                "until they are trained",
+                code="loop-call-unsupported",
+            )
         if self.batches.is_stateful:
             self._next_data_states = gather(encode_plain("data", self.batches.state()))
         if self.averages:
@@ -250,7 +282,7 @@ class LoopEngine:
             clip_gradients(self.parameters, loop.clip_grad_norm)
         if self.world.size > 1:
             for buffer, _ in self._buffers:  # as DistributedDataParallel does before the next forward
-                dist.broadcast(buffer, src=0, group=group_for(buffer))
+                dist.broadcast(_bytes_of(buffer), src=0, group=group_for(buffer))
         return finite
 
     def _gradients(self) -> list[Tensor]:
@@ -260,12 +292,12 @@ class LoopEngine:
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
     ) -> None:
         loop, state = self.loop, self.state
-        updated = set(operators or state.operators()) - state.frozen
+        updated = set(operators or self._names) - state.frozen
         if gradients is not None:
             loop.optimizer.zero_grad()
             for fragment in state.fragments(updated, Detail.GRAD):
                 state.load(fragment, gradients(fragment))
-        for parameter in state.parameters(set(state.operators()) - updated).values():
+        for parameter in state.parameters(self._names - updated).values():
             parameter.grad = None
         if loop.scaler is None:
             loop.optimizer.step()
@@ -279,27 +311,25 @@ class LoopEngine:
             if loop.scheduler is not None:
                 loop.scheduler.step()
         loop.optimizer.zero_grad()
-        with torch.no_grad():
-            for buffer, saved in self._buffers:
-                saved.copy_(buffer)
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> ReplayOutcome:
         loop, total = self.loop, 0.0
         assert loop.forward is not None  # protect() refuses such a policy without it
-        self.batches.begin(position.iteration * loop.accumulate)
+        self.batches.begin(position.consumed_samples // self.world.size)
         self._restore_buffers()
         for number in range(loop.accumulate):
             batch = self.batches.take()
             self.seed(position.iteration, number)
             loss = loop.forward(loop.model, batch)
-            (loss / loop.accumulate).backward()
+            (loss if loop.scaler is None else loop.scaler.scale(loss)).backward()
             total += float(loss.detach()) / loop.accumulate
         self.reduce()
         rate = self.learning_rate
         with completing():
             self.apply(record)
+            self._keep_buffers()
         return ReplayOutcome({"loss_sum": total, "loss_tokens": 1.0}, rate)
 
     @property
@@ -405,6 +435,11 @@ def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
                     parameter.grad.copy_(value)
 
 
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the memory of a tensor; gloo does not accept all dtypes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def _saved(tensors: Sequence[NamedTensor], world: World) -> Iterator[SavedTensor]:
     for named in tensors:
         name, tensor = f"{named.operator}{NAMED}{clean_name(named.name)}", named.tensor
@@ -449,7 +484,7 @@ def _placement(tensor: Tensor, world: World) -> tuple[tuple[int, ...], tuple[int
 
 
 def _live_tensors(objects: Mapping[str, Stateful]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that the state_dict of an object returns each time, with their paths."""
+    """Yields the tensors that the state_dict of an object returns twice, with their paths."""
     for name, stateful in objects.items():
         repeated = dict(_paths(stateful.state_dict(), name))
         for path, tensor in _paths(stateful.state_dict(), name):
@@ -477,8 +512,11 @@ def _paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 _LIVE = "moc.live"
 
 
+@torch.no_grad()
 def _without_live(value: Any, path: str, live: Mapping[str, Tensor]) -> Any:
-    if path in live:
+    if path in live and isinstance(value, Tensor) and value.shape == live[path].shape:
+        if local_values(value).data_ptr() != local_values(live[path]).data_ptr():  # the object has replaced it
+            live[path].copy_(value)
         return {_LIVE: path}
     if isinstance(value, Mapping):
         return {key: _without_live(item, f"{path}/{key}", live) for key, item in value.items()}

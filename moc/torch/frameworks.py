@@ -7,6 +7,7 @@ the gradients.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,17 +37,24 @@ def join_alone(**options: Any) -> Job:
     return _job
 
 
-def joined_job(framework: str, first: str, processes: int) -> Job:
+def joined_job(framework: str, first: str, processes: int, protection: Mapping[str, Any] | None) -> Job:
     """Returns the job that :func:`join_alone` has joined.
 
     Args:
         framework: name of the framework.
         first: what to call before the framework is configured.
         processes: processes or GPUs of this process that the framework would use.
+        protection: arguments of :func:`moc.torch.protect`.
 
     Raises:
-        SettingsError: the framework would connect to other workers itself.
+        SettingsError: the framework would connect to other workers itself, or calls another model than the protected.
     """
+    if "wrap" in (protection or {}):
+        raise SettingsError(
+            f"{framework} calls the model that it has prepared, and not the one that wrap of protection returns. Fix: "
+            "drop wrap",
+            code="loop-call-unsupported",
+        )
     if _job is None or processes > 1:
         raise SettingsError(
             f"{framework} would connect to other workers itself, or use several GPUs. Fix: {first}, configure one "
@@ -93,14 +101,12 @@ class Stepping:
     Args:
         inner: the optimizer or schedule.
         step: function that is called in place of its ``step``, with the same arguments.
+        methods: more functions that are called in place of its methods, by name.
     """
 
-    def __init__(self, inner: Any, step: Any):
-        self._inner, self._step = inner, step
-
-    def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the other function."""
-        return self._step(*arguments, **keywords)
+    def __init__(self, inner: Any, step: Any, **methods: Any):
+        self._inner, self.step = inner, step
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +124,7 @@ def protect(
         data: DataLoader of a map-style data set, Sampler, list of batches, loader with ``state_dict``, or function that
             returns the batches from a position on (:mod:`moc.torch.data`); None for the positions themselves.
         iterations: updates of the training; None for one epoch of the data.
-        scheduler: learning-rate schedule; :meth:`ProtectedRun.step` steps it.
+        scheduler: learning-rate schedule without a metric; :meth:`ProtectedRun.step` steps it.
         scaler: ``torch.amp.GradScaler``; :meth:`ProtectedRun.step` steps and updates it.
         state: by name, other objects with ``state_dict`` and ``load_state_dict``, such as an EMA of the weights.
         wrap: wraps the model after each recovery, such as ``DistributedDataParallel`` or ``torch.compile``.
@@ -137,7 +138,8 @@ def protect(
         options: options of the policy, such as ``{"k": 2}`` for ``pec``.
         operators: operators by parameter names (:func:`moc.torch.naming.structure_of`).
         top_k: experts of a token, if the model has no such attribute.
-        forward: function of model and batch that returns the loss; policies that replay iterations need it.
+        forward: function of model and batch that returns the loss whose gradients the body computes, without the scale
+            of ``scaler``; policies that replay iterations need it.
         seed: seed of random numbers and of the order of samples, which follow from it and the position; None to seed
             only the data.
         data_rank: index of this worker among those that read different batches; None for its rank.  The workers of a
@@ -152,7 +154,7 @@ def protect(
         PositionError: the data have no position.
         UnsupportedStateError: the state cannot be saved.
     """
-    _check_call(model, optimizer)
+    _check_call(model, optimizer, scheduler)
     job = init(device, backend)
     assert _job is not None  # set by init()
     world = World.replicas(job, _job[1], _job[2])
@@ -183,7 +185,7 @@ def protect(
     return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
 
 
-def _check_call(model: Any, optimizer: Any) -> None:
+def _check_call(model: Any, optimizer: Any, scheduler: Any) -> None:
     if isinstance(model, DistributedDataParallel):
         raise SettingsError(
             "the model is wrapped in DistributedDataParallel already, whose broadcast would replace the weights of "
@@ -197,6 +199,15 @@ def _check_call(model: Any, optimizer: Any) -> None:
             "compute gradients of one of them",
             code="loop-call-unsupported",
         )
+    if scheduler is not None:
+        try:
+            inspect.signature(scheduler.step).bind()
+        except TypeError:
+            raise SettingsError(
+                f"{type(scheduler).__name__} needs a metric in each step. Fix: choose another schedule; in a loop of "
+                "moc.torch, give it as state={'schedule': ...}, and step it by run.loss after `if run.step():`",
+                code="loop-call-unsupported",
+            ) from None
 
 
 class ProtectedRun:
@@ -314,8 +325,7 @@ class ProtectedRun:
     def _body(self, batch: Any) -> Iterator[Any]:
         """Context of the loop's body: failures are deferred, and only the last batch synchronizes gradients."""
         with contextlib.ExitStack() as stack:
-            is_last = self._number == self._loop.accumulate - 1
-            if not is_last and isinstance(self.model, DistributedDataParallel):
+            if not self.is_last_batch and isinstance(self.model, DistributedDataParallel):
                 stack.enter_context(self.model.no_sync())
             DEFERRAL.set_active(True)
             yield batch
@@ -329,7 +339,6 @@ class ProtectedRun:
                 "one nn.ModuleDict of the models, with one optimizer of their parameters, or end the other run first",
                 code="loop-call-unsupported",
             )
-        _running = self._job, self
         if interruption := self._job.report_ready() or self._interruption:
             self._log.message(f"generation {interruption.generation}: {interruption.reason}")
             event = generation_event(interruption, self._log.events.newest("generation"), self._job)
@@ -339,6 +348,7 @@ class ProtectedRun:
         self.model = self._loop.model
         session = self._session = Session(self._engine, self._settings, self._log, self._remains)
         self._position = session.resume()
+        _running = self._job, self
         self._engine.begin(self._position)
         if self._wrap is not None:
             self.model = self._wrap(self._loop.model)
@@ -391,6 +401,11 @@ class ProtectedRun:
             Whether the update was made, or the batch was not the last one of its iteration.  False if a worker was
             lost: the next batch is then the first one of this iteration.
         """
+        if not self._owes_step:
+            raise SettingsError(
+                "step() was called twice for a batch, or outside of the loop. Fix: call it once for each batch",
+                code="loop-call-unsupported",
+            )
         self._owes_step = False
         return self._attempt(partial(self._end_batch, loss, stop))
 
@@ -403,13 +418,20 @@ class ProtectedRun:
             Whether the gradients are averaged; False if a worker was lost.
 
         Raises:
-            SettingsError: the policy replays iterations, without what the body does to gradients.
+            SettingsError: gradients of the iteration are still missing, or the policy replays iterations, without what
+                the body does to gradients.
         """
         if self._loop.replays:
             raise SettingsError(
                 f"policy {self._settings.policy} replays iterations, without what the body does to gradients after "
                 "reduce(). Fix: drop reduce(), and clip by clip_grad_norm of protect(), or choose full",
                 code="loop-policy-unsupported",
+            )
+        if not (self._owes_step and self.is_last_batch):
+            raise SettingsError(
+                "reduce() was called before the last batch of an iteration, or after step(), so later gradients would "
+                "not be averaged. Fix: call it if run.is_last_batch, between backward() and step()",
+                code="loop-call-unsupported",
             )
         return self._attempt(self._average)
 
@@ -475,11 +497,11 @@ class ProtectedRun:
             return
         session, (record, started_at), self._pending = self._session, self._pending, None
         assert session is not None  # of the same generation
+        self._engine.capture()  # before the state is read
         self._position = session.completed(record, started_at)
         now = time.perf_counter()
         self._report(record, now - self._reported_at)
         self._reported_at = now
-        self._engine.capture()
         self._stop_requested = record.stop
         progress("save")
         session.take()

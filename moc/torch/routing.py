@@ -20,7 +20,7 @@ class RouterCounter:
     """Implementation of :class:`moc.session.engine.RouterTally` by forward hooks.
 
     A router returns logits or probabilities with one column for each expert, the indices of the chosen experts, or a
-    tuple with one of them.
+    tuple with one of them.  Only forward passes with gradients count: an evaluation teaches experts nothing.
 
     Args:
         model: module of the routers.
@@ -50,8 +50,12 @@ class RouterCounter:
             hook = partial(self._count, layer, number)
             self._hooks.append(model.get_submodule(path).register_forward_hook(hook))
 
-    @torch.no_grad()
     def _count(self, layer: int, top_k: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():  # otherwise it evaluates, or a checkpointed forward pass is repeated with gradients
+            with torch.no_grad():
+                self._add(layer, top_k, output)
+
+    def _add(self, layer: int, top_k: int, output: Any) -> None:
         outputs = [
             tensor for tensor in (output if isinstance(output, tuple | list) else [output]) if torch.is_tensor(tensor)
         ]

@@ -3,7 +3,6 @@
 Kinds are ``FRAMEWORK-POLICY``, such as ``lightning-pec``; each worker writes the hash of its weights.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.integration.own_loop import Model, Noisy, loss_of
+from tests.integration.own_loop import Model, Noisy, arguments, loss_of
 
 
 class Language(nn.Module):
@@ -79,13 +78,7 @@ def train_by_lightning(model, protection, iterations):
 
 def main():
     """Trains and writes."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind")
-    parser.add_argument("--ckpt-dir")
-    parser.add_argument("--log-dir")
-    parser.add_argument("--iterations", type=int)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
+    asked = arguments()
     torch.manual_seed(1)
     framework, policy = asked.kind.split("-")
     model, options = Language(), {"experts": 3} if policy == "selective" else {}

@@ -113,14 +113,14 @@ class Counting:
 
 
 class Averages:
-    """Moving averages of parameters that may be DTensors, which AveragedModel does not copy."""
+    """Moving averages of parameters that may be DTensors, which AveragedModel does not copy; tensors are replaced."""
 
     def __init__(self, model):
         self.tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def update_parameters(self, model):
         for name, parameter in model.named_parameters():
-            self.tensors[name].lerp_(parameter.detach(), 0.1)
+            self.tensors[name] = self.tensors[name].lerp(parameter.detach(), 0.1)
 
     def state_dict(self):
         return self.tensors
@@ -197,15 +197,20 @@ def partitioned(model, wrapper, size):
             parallelize_module(block, mesh, plan, src_data_rank=None)  # a replacement has nobody to receive from
 
 
-def main():
-    """Trains and prints."""
+def arguments():
+    """Returns the kind and the options of a program of tests.integration.test_pure_torch.starter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
     parser.add_argument("--ckpt-dir")
     parser.add_argument("--log-dir")
     parser.add_argument("--iterations", type=int)
-    asked = parser.parse_args()
     torch.set_num_threads(1)
+    return parser.parse_args()
+
+
+def main():
+    """Trains and prints."""
+    asked = arguments()
     kind, more = asked.kind, {}
     policy, experts, wrapper = policy_and_experts(kind)
     job = ft.init()

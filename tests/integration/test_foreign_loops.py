@@ -6,9 +6,8 @@ import time
 import pytest
 
 from tests.integration.foreign_loops import LOOPS
-from tests.integration.test_pure_torch import running
+from tests.integration.test_pure_torch import running, starter
 from tests.shared import ALL
-from tests.worlds import REPOSITORY
 
 ITERATIONS = 40
 DEFAULT = ["nanogpt", "classification", "expert_parallel"]
@@ -17,11 +16,7 @@ DEFAULT = ["nanogpt", "classification", "expert_parallel"]
 def train(directory, kind, kills=()):
     """Trains with two workers, kills ``(rank, iteration, seconds)``, and returns the weights and the console."""
     directory.mkdir()
-    program = directory / f"{kind}.py"
-    program.write_text(
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
-        "from tests.integration.foreign_loops import main\nmain()\n"
-    )
+    program = starter(directory, "foreign_loops", kind)
     with running(directory / "run", iterations=ITERATIONS, program=program) as run:
         for generation, (rank, iteration, seconds) in enumerate(kills, 1):
             run.reach(iteration)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.live.job import Events
-from tests.integration.test_pure_torch import running
+from tests.integration.test_pure_torch import running, starter
 from tests.shared import ALL
 from tests.worlds import REPOSITORY
 
@@ -39,11 +39,7 @@ KINDS = [f"{framework}-{policy}" for framework in EXAMPLES for policy in ("pec",
 def test_framework_experts_are_saved_in_turn(kind, tmp_path):
     """Both workers are killed: experts come from older snapshots, and all replicas are alike."""
     pytest.importorskip(kind.split("-")[0])
-    program = tmp_path / f"{kind}.py"
-    program.write_text(
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
-        "from tests.integration.framework_loops import main\nmain()\n"
-    )
+    program = starter(tmp_path, "framework_loops", kind)
     with running(tmp_path / "run", iterations=40, program=program) as run:
         run.reach(12)
         run.kill(0)

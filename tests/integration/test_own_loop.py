@@ -12,7 +12,7 @@ from moc.policy.token_ledger import TokenLedger
 from moc.report.run_state import fold_events
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from tests.integration.test_pure_torch import running
+from tests.integration.test_pure_torch import running, starter
 from tests.shared import ALL
 from tests.worlds import REPOSITORY
 
@@ -27,12 +27,8 @@ def weights(directory):
 
 def train(directory, kind, kills=()):
     """Trains with two workers (DDP: three), kills ``(ranks, iteration)``, and returns weights and console."""
-    program = directory / f"{kind}.py"
     directory.mkdir(exist_ok=True)
-    program.write_text(
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
-        "from tests.integration.own_loop import main\nmain()\n"
-    )
+    program = starter(directory, "own_loop", kind)
     flags = ("--nproc-per-node", "3") if kind == "ddp" else ()
     with running(directory / "run", iterations=ITERATIONS, program=program, flags=flags) as run:
         for generation, (ranks, iteration) in enumerate(kills, 1):

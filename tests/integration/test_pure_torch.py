@@ -87,6 +87,16 @@ def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPL
         run.forget()
 
 
+def starter(directory, module, kind):
+    """Writes a program that calls main() of a module of tests.integration, with a kind as its first argument."""
+    program = directory / f"{kind}.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
+        f"from tests.integration.{module} import main\nmain()\n"
+    )
+    return program
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     with running(tmp_path_factory.mktemp("undisturbed") / "run", starts=nullcontext) as run:

@@ -1,5 +1,6 @@
 """Names, positions and refusals of moc.torch, without workers."""
 
+import contextlib
 import random
 import threading
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import Detail, UnsupportedStateError
 from moc.state.record import Position, StepRecord
+from moc.state.replicated import SavedTensor, TorchState
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
@@ -30,7 +32,7 @@ from moc.torch.naming import Router, structure_of
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
 from tests.fake_cuda import GPU, FakeCuda
-from tests.integration.own_loop import Counting, Model, Noisy
+from tests.integration.own_loop import Counting, Model, Noisy, loss_of
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +204,7 @@ def refusals():
         ("loop-policy-unsupported", lambda: of_moe(**sparse).reduce()),
         ("loop-policy-unsupported", lambda: partitioned(**sparse)),
         ("loop-call-unsupported", lambda: protect(optimizer=[sgd, sgd])),
+        ("loop-call-unsupported", lambda: protect(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(sgd))),
         ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.NAdam(model.parameters()))),
         ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.LBFGS(model.parameters()))),
         ("state-not-plain", lambda: encode_plain("it", Unplain().state_dict())),
@@ -211,7 +214,7 @@ def refusals():
     ]
 
 
-@each_row("number", range(24))
+@each_row("number", range(25))
 def test_inexact_setup_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:
@@ -219,11 +222,22 @@ def test_inexact_setup_is_refused_before_training(number):
     assert code_of(refused.value) == code
 
 
-@pytest.mark.parametrize("body", ["without a step", "with another digest"])
+BODIES = {
+    "without a step": "loop-step-missing",
+    "with another digest": "loop-state-differs",
+    "with two steps": "loop-call-unsupported",
+    "with an early reduce": "loop-call-unsupported",
+    "with another parameter": "loop-call-unsupported",
+}
+
+
+@each_row("body", BODIES)
 def test_loop_body_that_breaks_rules_is_refused(body, tmp_path, monkeypatch):
+    monkeypatch.setattr("moc.torch.loop._job", None)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = ft.protect(model, optimizer, data=[torch.zeros(1, 2)], iterations=3, policy=None, directory=str(tmp_path))
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    settings = {"iterations": 3, "accumulate": 1 + (body == "with an early reduce"), "policy": None}
+    run = ft.protect(model, optimizer, data=[torch.zeros(1, 2)], directory=str(tmp_path), **settings)
     if body == "with another digest":
         summed = lambda values, world: dict(values, digest=1.0, digest_squared=2.0)  # noqa: E731
         monkeypatch.setattr("moc.torch.loop.sum_over_workers", summed)
@@ -232,11 +246,161 @@ def test_loop_body_that_breaks_rules_is_refused(body, tmp_path, monkeypatch):
             model(batch).sum().backward()
             if body == "with another digest":
                 assert not run.step()
-    assert code_of(refused.value) == ("loop-step-missing" if body == "without a step" else "loop-state-differs")
+            if body == "with two steps":
+                assert run.step() and run.step()
+            if body == "with an early reduce":
+                run.reduce()
+            if body == "with another parameter":
+                optimizer.add_param_group({"params": [model.bias]})
+                assert not run.step()
+    assert code_of(refused.value) == BODIES[body]
+    dist.destroy_process_group()
+
+
+class Averages:
+    """An EMA whose tensors are replaced, as in many tutorials."""
+
+    def __init__(self, model):
+        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = (0.5 * self.shadow[name] + 0.5 * parameter.detach()).clone()
+
+    def state_dict(self):
+        return self.shadow
+
+    def load_state_dict(self, state):
+        self.shadow = dict(state)
+
+
+class Grown(nn.Module):
+    """Has an unused part, a complex parameter, and buffers of many dtypes that the loop changes after an update."""
+
+    DTYPES = (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint16, torch.complex64, torch.float8_e5m2)
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.waves = nn.Parameter(torch.rand(2, dtype=torch.complex64))
+        for number, dtype in enumerate(self.DTYPES):
+            self.register_buffer(f"buffer{number}", torch.zeros((), dtype=dtype))
+
+    def forward(self, inputs):
+        return self.used(inputs) + self.waves.abs().sum()
+
+
+def test_restarted_loop_continues_from_what_body_has_left(tmp_path):
+    """Averages are replaced, buffers change after step(), and the optimizer has updates from before the run."""
+
+    def begin(iterations):
+        model = Grown()
+        optimizer, averages = torch.optim.AdamW(model.parameters()), Averages(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {"averages": averages}
+        run = ft.protect(model, optimizer, state=state, iterations=iterations, directory=str(tmp_path))
+        return run, model, optimizer, averages
+
+    run, model, optimizer, averages = begin(2)
+    for _ in run:
+        run.model(torch.ones(1, 2)).sum().backward()
+        assert run.step()
+        averages.update(model)
+        for buffer in model.buffers():
+            buffer.fill_(run.iteration)
+    again, resumed, resumed_optimizer, resumed_averages = begin(3)
+    assert again.resume() == 2
+    assert all(buffer.item() == torch.tensor(2).to(buffer.dtype).item() for buffer in resumed.buffers())
+    for (name, parameter), other in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, other) and torch.equal(averages.shadow[name], resumed_averages.shadow[name])
+        state, others = optimizer.state[parameter], resumed_optimizer.state[other]
+        assert state["step"] == others["step"] == (1 if name.startswith("unused") else 3)
+        assert torch.equal(state["exp_avg"], others["exp_avg"])
+    dist.destroy_process_group()
+
+
+def test_replay_computes_update_of_the_loop(tmp_path):
+    """With a scaler, and gradients that are added."""
+    model = Model("list")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    options = {"policy": "sparse", "options": {"window": 2}, "forward": loss_of, "directory": str(tmp_path)}
+    run = ft.protect(
+        model, optimizer, data=DataLoader(Noisy(), batch_size=8), scaler=scaler, accumulate=2, iterations=2, **options
+    )
+    run.resume()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for batch in run:
+        if run.iteration:
+            break  # the first iteration is committed
+        scaler.scale(loss_of(run.model, batch)).backward()
+        run.step()
+    updated = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(before)
+    run._engine.capture()
+    record = StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__, 0))
+    run._engine.replay(record, Position(), contextlib.nullcontext)
+    assert not torch.equal(before["head.weight"], updated["head.weight"])
+    assert all(torch.equal(updated[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_data_continue_after_change_of_accumulation(tmp_path):
+    seen = []
+    for accumulate, iterations in [(2, 2), (1, 3)]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = ft.protect(model, optimizer, accumulate=accumulate, iterations=iterations, directory=str(tmp_path))
+        for batch in run:
+            seen.append(batch)
+            model(torch.ones(1)).sum().backward()
+            run.step()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_each_backward_of_grouped_batches_averages_gradients(tmp_path):
+    model = nn.Linear(2, 1)
+    wrap, optimizer = nn.parallel.DistributedDataParallel, torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"accumulate": 2, "grouped": True, "policy": None, "directory": str(tmp_path)}
+    run = ft.protect(model, optimizer, wrap=wrap, iterations=1, **options)
+    for _ in run:
+        assert run.model.require_backward_grad_sync
+        run.step()
+
+
+def test_operators_without_elements_on_this_worker_are_updated(tmp_path):
+    """FSDP2 leaves workers without rows of a small layer; all workers clip and count the same parameters."""
+    model = nn.Sequential(nn.Linear(2, 1), nn.ParameterList([torch.zeros(0, 2)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ft.protect(model, optimizer, iterations=1, policy=None, directory=str(tmp_path))
+    assert len(run._engine.parameters) == 3
+    for _ in run:
+        model[0](torch.ones(1, 2)).sum().backward()
+        assert run.step()
+
+
+def test_samples_of_batch_have_random_numbers_of_their_own():
+    """Also if a sampler returns NumPy's integers."""
+    batches = Batches(DataLoader(Noisy(), batch_size=4, sampler=np.zeros(8, dtype=np.int64)), 0, 0)
+    batches.begin(0)
+    assert len({tuple(sample.tolist()) for sample in batches.take()}) > 1
+
+
+def test_updates_are_counted_exactly_with_half_precision():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        TorchState([SavedTensor.replicated(f"output_layer.{n}", p, 0) for n, p in model.named_parameters()], optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[model.weight]["step"].dtype == torch.float32
 
 
 def test_gradients_are_averaged_and_training_can_end_early(tmp_path):
     model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run = ft.protect(
         model, optimizer, data=[torch.ones(1, 2)], iterations=9, accumulate=2, policy=None, directory=str(tmp_path)
@@ -290,8 +454,8 @@ def test_plain_and_sharded_gradients_are_clipped_to_common_norm():
 def test_snapshot_of_another_optimizer_is_refused(tmp_path):
     model = nn.Linear(2, 1)
 
-    def train(kind, iterations):
-        run = ft.protect(model, kind(model.parameters()), iterations=iterations, directory=str(tmp_path))
+    def train(kind, iterations, **more):
+        run = ft.protect(model, kind(model.parameters()), iterations=iterations, directory=str(tmp_path), **more)
         for _ in run:
             model(torch.ones(1, 2)).sum().backward()
             run.step()
@@ -299,9 +463,11 @@ def test_snapshot_of_another_optimizer_is_refused(tmp_path):
     train(torch.optim.RMSprop, 1)
     train(torch.optim.RMSprop, 2)
     assert verify.main([str(tmp_path)]) == 0
-    with pytest.raises(UserError) as refused:
-        train(torch.optim.AdamW, 3)
-    assert code_of(refused.value) == "checkpoint-of-another-model"
+    in_groups = lambda parameters: torch.optim.RMSprop([{"params": [one]} for one in parameters])  # noqa: E731
+    for kind, more in [(torch.optim.AdamW, {}), (in_groups, {}), (torch.optim.RMSprop, {"state": {"x": Counting(0)}})]:
+        with pytest.raises(UserError) as refused:
+            train(kind, 3, **more)
+        assert code_of(refused.value) == "checkpoint-of-another-model"
 
 
 def test_buffers_of_any_dtype_are_restored(tmp_path):
@@ -382,6 +548,8 @@ def test_tokens_are_counted_for_each_expert():
     routers = structure_of(model).routers
     counter = RouterCounter(model, routers, [0, 1], None)
     model(torch.zeros(2, 5, dtype=torch.int64))
+    with torch.no_grad():
+        model(torch.zeros(2, 5, dtype=torch.int64))
     tally = counter.take()
     counts, sent = counter.by_layer({name: values.tolist() for name, values in tally.items()})
     assert sent == {0: 10, 1: 10} and sum(counts[0]) == 10
@@ -454,6 +622,7 @@ def test_forward_pass_does_not_change_saved_buffers():
     net(torch.rand(4, 2)).sum().backward()
     assert saved_means() == [[0.0, 0.0]]
     engine.apply(StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__, 0)))
+    engine.capture()
     updated = net[1].running_mean.tolist()
     assert saved_means() == [updated] != [[0.0, 0.0]]
     net(torch.rand(4, 2))

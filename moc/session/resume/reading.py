@@ -59,6 +59,9 @@ Key = tuple[int, str]
 Problem = tuple[Key, str, list[str] | None]
 """A checkpoint, the description of its problem, and the operators that it cannot provide; None for all."""
 
+UPDATES_BEFORE = "updates_before"
+"""Key in the state of a snapshot: updates of the optimizer before the first iteration; 0 if absent."""
+
 _Updates: Any = decode.Count | None
 
 
@@ -353,9 +356,10 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
 
 
 def _check_updates(manifest: Manifest) -> None:
-    """Validates update counts of operators: at most the iterations, and the engine's count if it has one for all."""
+    """Validates update counts of operators: at most the run's updates, and the engine's count if it has one for all."""
     counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
-    if max(counted, default=0) > manifest.iteration:
+    before = decode.convert_state(manifest.state.get(UPDATES_BEFORE), _Updates, "an optimizer") or 0
+    if max(counted, default=0) > manifest.iteration + before:
         raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
     if "optimizer_step" in manifest.state:
         engine_count = decode.convert_state(manifest.state["optimizer_step"], _Updates, "an optimizer")

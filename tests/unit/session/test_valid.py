@@ -24,6 +24,7 @@ def manifest(steps, **state):
     [
         ([7, 7], {"optimizer_step": 7}), ([7, 7], {"optimizer_step": 0}), ([7, 3], {}),
         ([None, None], {"optimizer_step": None}), ([None, None], {"optimizer_step": 7}), ([], {}),
+        ([17, 16], {"updates_before": 10}),
     ],
 )  # fmt: skip
 def test_consistent_updates_are_accepted(steps, state):
@@ -37,6 +38,7 @@ def test_consistent_updates_are_accepted(steps, state):
         ([9], {"optimizer_step": 9}),
         ([7, 7], {"optimizer_step": 3}), ([7, None], {"optimizer_step": "7"}),
         ([7, 7], {"optimizer_step": [7]}),
+        ([19], {"updates_before": 10}), ([7], {"updates_before": -1}), ([7], {"updates_before": "9"}),
     ],
 )  # fmt: skip
 def test_inconsistent_updates_are_refused(steps, state):

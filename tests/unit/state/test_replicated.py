@@ -125,6 +125,7 @@ OPTIMIZERS = [
     *((torch.optim.SGD, more) for more in SGD),
     *((kind, dict(amsgrad=amsgrad)) for kind in (torch.optim.Adam, torch.optim.AdamW) for amsgrad in (False, True)),
     *((kind, {}) for kind in (torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.RMSprop)),
+    (torch.optim.Rprop, {}),
     (torch.optim.RMSprop, dict(momentum=0.9, centered=True)),
     (torch.optim.Muon, {}),
     (torch.optim.Adagrad, dict(initial_accumulator_value=0.5, lr_decay=0.1)),
