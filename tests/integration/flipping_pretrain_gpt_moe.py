@@ -46,10 +46,10 @@ def flip_a_bit(worker: int, iteration: int, moment: str, seed: int = 0) -> None:
         take = Session.take
 
         def flip_and_take(self) -> None:
-            if self._running is not None and self.position.iteration in (iteration - 1, iteration + 1):
-                self.finish()  # however slow the machine is, storage has a snapshot, and the changed one is complete
             flip(self)
             take(self)
+            if self.position.iteration in (iteration - 1, iteration):
+                self.finish()  # however slow the machine is, the changed snapshot and the one before are complete
 
         Session.take = flip_and_take
     else:

@@ -32,8 +32,10 @@ def cells(region):
 
 
 def covered(found, target, number):
-    """The elements of a wanted box, as often as they are given."""
-    return sorted(cell for one in found if (one.target, one.wanted) == (target, number) for cell in cells(one.region))
+    """The elements of a needed box, as often as they are given."""
+    return sorted(
+        cell for one in found if (one.target, one.target_box) == (target, number) for cell in cells(one.region)
+    )
 
 
 @st.composite
@@ -46,24 +48,24 @@ boxes_by_rank = st.lists(st.lists(regions().map(box), max_size=3), min_size=4, m
 
 
 @given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
-def test_held_state_is_sent_once_and_missing_state_named(held, wanted, most):
-    found, missing = transfers(held, wanted, most)
+def test_held_state_is_sent_once_and_missing_state_named(available, needed, most):
+    found, missing = transfers(available, needed, most)
     for one in found:
-        assert cells(one.region) <= cells(held[one.source][one.held].region)
+        assert cells(one.region) <= cells(available[one.source][one.source_box].region)
         assert one.region.numel * WIDTH <= most
-    there = set().union(*(cells(its.region) for boxes in held for its in boxes))
+    there = set().union(*(cells(its.region) for boxes in available for its in boxes))
     lost = Counter()
-    for target, boxes in enumerate(wanted):
+    for target, boxes in enumerate(needed):
         for number, its in enumerate(boxes):
             assert covered(found, target, number) == sorted(cells(its.region) & there)
             lost.update(cells(its.region) - there)
     assert Counter(cell for its in missing for cell in cells(its.region)) == lost
-    assert (found, missing) == transfers(held, wanted, most)
+    assert (found, missing) == transfers(available, needed, most)
 
 
 @given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
-def test_workers_taking_turns_all_finish(held, wanted, most):
-    found, _ = transfers(held, wanted, most)
+def test_workers_taking_turns_all_finish(available, needed, most):
+    found, _ = transfers(available, needed, most)
     queues = [[one for one in found if rank in (one.source, one.target)] for rank in range(4)]
     while any(queues):
         ready = [queue[0] for queue in queues if queue and all(queues[r][0] == queue[0] for r in queue[0][:3:2])]
@@ -78,19 +80,19 @@ cuts = st.lists(st.integers(0, math.prod(SHAPE)), max_size=4)
 
 @given(cuts, cuts, st.booleans())
 def test_layouts_may_cut_tensor_anywhere(old, new, twice):
-    held = cut_at(*old) * (2 if twice else 1)  # replicas hold the same
-    wanted = [[]] * len(held) + cut_at(*new)
-    held += [[]] * (len(wanted) - len(held))
-    found, missing = transfers(held, wanted)
+    available = cut_at(*old) * (2 if twice else 1)  # replicas hold the same
+    needed = [[]] * len(available) + cut_at(*new)
+    available += [[]] * (len(needed) - len(available))
+    found, missing = transfers(available, needed)
     assert not missing
-    for target, boxes in enumerate(wanted):
+    for target, boxes in enumerate(needed):
         for number, its in enumerate(boxes):
             assert covered(found, target, number) == sorted(cells(its.region))
 
 
 def test_replicas_share_sending_and_request_only_missing():
-    held = [[box(WHOLE)], [box(WHOLE)], [], []]
-    found, _ = transfers(held, [[], [box(WHOLE)], [box(WHOLE)], [box(WHOLE)]], most=5 * WIDTH)
+    available = [[box(WHOLE)], [box(WHOLE)], [], []]
+    found, _ = transfers(available, [[], [box(WHOLE)], [box(WHOLE)], [box(WHOLE)]], most=5 * WIDTH)
     given = Counter()
     for one in found:
         assert one.source == 1 if one.target == 1 else one.source in (0, 1)
@@ -101,6 +103,6 @@ def test_replicas_share_sending_and_request_only_missing():
 
 
 def test_other_tensors_and_slots_are_not_transferred():
-    held = [[box(WHOLE, slot="exp_avg"), box(WHOLE, name="output")], []]
-    found, missing = transfers(held, [[], [box(WHOLE)]])
+    available = [[box(WHOLE, slot="exp_avg"), box(WHOLE, name="output")], []]
+    found, missing = transfers(available, [[], [box(WHOLE)]])
     assert not found and missing == [box(WHOLE)]
