@@ -1,12 +1,14 @@
-"""Measures the cost of writers, metrics and page, or of expert loads, for training, as a share of the iteration.
+"""Measures the cost for training of what each iteration records, as a share of the iteration.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/monitor_cost.py --output docs/results/monitor_cost_cpu.json
 
 Clocks around the functions that run in the training thread sum the time inside them.  The time is divided by the
-duration of the same iterations.  First everything is enabled: TensorBoard, stand-ins of W&B and MLflow that take a
-millisecond for each call, page and metrics of the first worker, snapshots in each iteration.  Functions that call each
-other count twice, so the share is an upper bound.  ``--disabled`` turns everything off.  ``--expert-load`` measures the
-functions that count and report the load of the experts in each iteration, without the rest.
+duration of the same iterations.  Functions that call each other count twice, so the share is an upper bound.
+
+* ``--of monitoring``: TensorBoard, stand-ins of W&B and MLflow that take a millisecond for each call, page and metrics
+  of the first worker, snapshots in each iteration;  ``--of nothing``: the same functions without these flags;
+* ``--of expert-load``: counts and reports of the load of experts;
+* ``--of digests``: digests of the state, with snapshots in each iteration.
 
 Other flags are passed to the program.
 """
@@ -34,6 +36,7 @@ from benchmarks.save_peers.trainer import begin
 
 SIZES = """--hidden-size 256 --ffn-hidden-size 512 --num-experts 8 --seq-length 128 --max-position-embeddings 128
     --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2 --global-batch-size 8 --lr 1e-3""".split()
+GOALS = {"monitoring": 0.002, "nothing": 0.0001, "expert-load": 0.01, "digests": 0.01}
 WARM_UP = 5  # iterations; the first ones record everything
 SERVICE_S = 0.001  # for each call
 CALLS = {
@@ -88,7 +91,7 @@ def stand_in(name: str) -> ModuleType:
 
 
 def enabled(directory: str) -> list[str]:
-    """Returns the flags that enable everything."""
+    """Returns the flags that enable all monitoring."""
     sys.modules.update({name: stand_in(name) for name in CALLS})
     flags = ["--log-dir", directory, "--tensorboard-dir", f"{directory}/board", "--tensorboard-log-interval", "1"]
     flags += ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", directory]
@@ -100,34 +103,35 @@ def main() -> int:
     """Measures, prints the share, writes JSON; returns 1 if the goal is missed."""
     parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=60, help="default: 60")
-    parser.add_argument("--disabled", action="store_true", help="without writers, events, page and metrics")
-    parser.add_argument("--expert-load", action="store_true", help="only the counts and reports of expert loads")
+    parser.add_argument("--of", choices=GOALS, default="monitoring", help="default: monitoring")
     own, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="monitor-cost-") as directory:
-        monitoring = [] if own.disabled or own.expert_load else enabled(directory)
+        snapshots = [*IN_MEMORY, "--ckpt-dir", f"{directory}/snapshots"]
+        own_flags = enabled(directory) if own.of == "monitoring" else snapshots if own.of == "digests" else []
         import_module("moc.megatron")  # before the first import of megatron-core
         from megatron.pretraining.engine.routing import LoadCounter
         from megatron.pretraining.entry import log
         from megatron.pretraining.logging.writers import Board, MlflowWriter, WandbWriter
+        from moc.session.digests import Digests
 
         functions = [(log.StockLog, name) for name in ("_plot", "_plot_event", "_measure")]
         functions += [(Board, "add_scalar"), (WandbWriter, "log"), (MlflowWriter, "add_scalars")]
-        if own.expert_load:
+        if own.of == "digests":
+            functions = [(Digests, name) for name in ("completed", "contribution", "on_totals")]
+        elif own.of == "expert-load":
             functions = [(LoadCounter, name) for name in ("_count", "keep", "take", "load")]
             functions += [(log, name) for name in ("sentence_of", "scalars_of", "fields_of")]
         with clocked(functions) as inside:  # before the routers get their hooks
-            run, stop, _ = begin([*KIND, *SIZES, *monitoring, "--log-interval", "1", "--train-iters", "1000", *flags])
+            run, stop, _ = begin([*KIND, *SIZES, *own_flags, "--log-interval", "1", "--train-iters", "1000", *flags])
             measured = measure(run, stop, own.iterations, inside)
         seconds, duration = (fmean(one) for one in zip(*measured, strict=True))
         run.log.close()
     share = seconds / duration
     print(f"{seconds * 1e6:.0f} µs of {duration * 1e3:.0f} ms in each iteration: {share:.4%}")
-    subject, goal = "monitoring", 0.0001 if own.disabled else 0.002
-    if own.expert_load:
-        subject, goal = "reporting the load of experts", 0.01
-    result = {"machine": machine(), "flags": flags, "disabled": own.disabled, "goal": goal, "share": share}
+    goal = GOALS[own.of]
+    result = {"machine": machine(), "flags": flags, "of": own.of, "goal": goal, "share": share}
     write_json(own.output, result | {"inside_s": seconds, "iteration_s": duration})
-    return 0 if say({f"{subject} takes at most {goal:.2%} of an iteration": share <= goal}) else 1
+    return 0 if say({f"{own.of}: at most {goal:.2%} of an iteration": share <= goal}) else 1
 
 
 if __name__ == "__main__":
