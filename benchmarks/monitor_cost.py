@@ -1,4 +1,4 @@
-"""Measures the cost for training of what each iteration records, as a share of the iteration.
+"""Measures the cost of records in each iteration (monitoring, expert load, digests), as a share of its duration.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/monitor_cost.py --output docs/results/monitor_cost_cpu.json
 

@@ -48,7 +48,7 @@ ChunkIds = Mapping[int, Mapping[str, str]]
 """By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 Lacking = Mapping[int, Collection[str]]
-"""By rank with state, the operators of which it has a part without state; absent if there are none."""
+"""By rank with state: the operators whose part on this rank has no state; absent if there are none."""
 
 
 @dataclass(frozen=True)

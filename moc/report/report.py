@@ -143,7 +143,7 @@ def seconds(value: float | None) -> str | None:
 
 
 def _figure(value: float) -> str:
-    """Returns three significant digits, or a whole number."""
+    """Returns three significant digits, or all digits of a large number without decimals."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 

@@ -147,7 +147,7 @@ class CheckpointChoice:
         return (0, True) if self.iteration is None else (self.iteration, False)
 
     def arguments(self, given: Any) -> dict[str, Any]:
-        """Returns arguments with which Megatron-LM loads it, by name; ``given`` are the arguments of the command line.
+        """Returns the arguments that let Megatron-LM load it, by name; ``given`` are the arguments of the command line.
 
         Flags of the beginning do not apply to a later checkpoint of the run, which has its position and its optimizer
         state.
