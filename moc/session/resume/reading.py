@@ -342,6 +342,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
     """
     state = manifest.state
     decode.convert_state(state, Position, "a run", requires_every_field=True)
+    engine.check(state, where)  # the other checks would report another model's state as damaged
     _check_updates(manifest)
     if state.get("ledger"):
         _check_ledger(TokenLedger.from_state(state["ledger"]), manifest.iteration, policy)
@@ -352,7 +353,6 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
     if manifest.policy == policy.name:
         for owner, stored in _policy_states(policy, state):
             owner.loading(stored)
-    engine.check(state, where)
 
 
 def _check_updates(manifest: Manifest) -> None:

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from moc.policy.token_ledger import TokenLedger
 from moc.session.resume.reading import check_state
+from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
 from tests.cases import each_row
+from tests.errors import raises
 
 ENGINE: Any = SimpleNamespace(check=lambda saved, where: None)
 POLICY: Any = SimpleNamespace(name="another")
@@ -52,3 +55,15 @@ def test_state_without_part_of_position_is_refused(name):
     del whole.state[name]
     with pytest.raises(ValueError, match=name):
         check_state(whole, "it", ENGINE, POLICY)
+
+
+def test_state_of_another_model_is_not_reported_as_damaged():
+    """Its token ledger has other layers, too."""
+
+    def refuse(saved, where):
+        raise CheckpointError("another model. Fix: load another one", code="checkpoint-of-another-model")
+
+    other = manifest([7], ledger=TokenLedger.empty({5: 2}).state_dict())
+    engine: Any = SimpleNamespace(check=refuse)
+    with raises("checkpoint-of-another-model"):
+        check_state(other, "it", engine, POLICY)
