@@ -207,7 +207,7 @@ def load_program(script: str, name: str) -> dict[str, Any]:
 
 
 CHECK_FUNCTION = "check_arguments"
-_EXIT_S = 5.0
+_EXIT_S = 1.5
 """Time for another job in the same directory to exit; its workers may still be ending."""
 
 

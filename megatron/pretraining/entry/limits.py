@@ -6,7 +6,7 @@ divide, contradictions between options, options of tokenizers.  Everything else 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron.pretraining.config.flag import Problems, dashed, listed, refuse
@@ -129,14 +129,12 @@ def check_limits(arguments: Any) -> None:
     Megatron-LM divides by some of the numbers, in its checks or later in a worker.
     """
     problems = Problems()
-    for minimum, names in _AT_LEAST.items():
-        for name in names.split():
-            value = getattr(arguments, name, None)
-            problems.refuse(
-                isinstance(value, (int, float)) and not value >= minimum,  # nan is refused
-                f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {minimum}",
-                code="value-out-of-range",
-            )
+    for name, minimum in _too_small(arguments):
+        problems.refuse(
+            True,
+            f"{dashed(name)} is {getattr(arguments, name)}. Fix: give a number that is at least {minimum}",
+            code="value-out-of-range",
+        )
     for name in _CHECKPOINTS:
         problems.refuse(
             getattr(arguments, name, None) == "",
@@ -151,6 +149,25 @@ def check_limits(arguments: Any) -> None:
         code="flags-exclude-each-other",
     )
     problems.raise_found()
+
+
+def raise_to_limits(arguments: Any) -> frozenset[str]:
+    """Replaces numbers that are too small by the smallest ones that work; returns the names of the arguments.
+
+    So a program can check the other arguments.
+    """
+    changed = dict(_too_small(arguments))
+    vars(arguments).update(changed)
+    return frozenset(changed)
+
+
+def _too_small(arguments: Any) -> Iterator[tuple[str, int]]:
+    """Yields the arguments whose numbers are too small, with the smallest number that works."""
+    for minimum, names in _AT_LEAST.items():
+        for name in names.split():
+            value = getattr(arguments, name, None)
+            if isinstance(value, (int, float)) and not value >= minimum:  # nan is too small
+                yield name, minimum
 
 
 def check_run(arguments: Any) -> None:

@@ -32,6 +32,7 @@ from megatron.pretraining.entry.limits import (
     check_limits,
     check_run,
     leave_out_kernels,
+    raise_to_limits,
     set_defaults,
 )
 from megatron.pretraining.entry.options import options_in
@@ -133,8 +134,9 @@ def early_problems(
     set_defaults(values, defaults)
     has_cuda = workers is None or _may_have_cuda()
     leave_out_kernels(values, read.named, has_cuda)
-    has_sizes = problems.check(check_limits, values)  # those of 0 divide nothing
-    if not read.concealed:
+    problems.check(check_limits, values)
+    concealed, number_of_known = read.concealed | raise_to_limits(values), len(problems.found)
+    if not concealed:
         problems.check(check_formats, values)
         problems.check(check_kernels, values, has_cuda)
     own = converted(read.own, problems)
@@ -144,11 +146,12 @@ def early_problems(
         problems.check(refuse_arguments, values)
     if is_own and workers and not read.problems:
         problems.check(check_run, values)
-    if has_sizes and not values.use_checkpoint_args:
-        config = _check_together(values, read, None if read.concealed else workers, problems)
+    if not values.use_checkpoint_args:
+        config = _check_together(values, read, None if concealed else workers, problems)
         if not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
-    problems.found = [*read.problems, *_without_concealed(problems.found[len(read.problems) :], read.concealed)]
+    found = problems.found[number_of_known :]
+    problems.found = [*problems.found[:number_of_known], *_without_concealed(found, concealed)]
     if workers and not problems.found:
         snapshot: Any = groups["snapshot"]
         problems.check(check_paths, values, snapshot, own.get("log_dir"), is_own, workers.max_nodes)

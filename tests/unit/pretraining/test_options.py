@@ -131,6 +131,10 @@ def test_option_named_by_script_accepts_any_value(kept):
             ["flag-exceeds-another", "flag-needs-another", "fault-without-target"],
         ),
         ("--tensor-model-parallel-size 0 --ckpt-policy foo", ["value-out-of-range", "value-not-a-choice"]),
+        (
+            "--num-layers-per-virtual-pipeline-stage 0 --step-batch-size-schedule bad --moe-router-topk 9",
+            ["value-out-of-range", "value-out-of-range", "value-unreadable"],
+        ),
         (f"{ELASTIC} --elastic-min-replicas 1", []),
         (f"{ELASTIC} --bf16 --fp16", ["flags-exclude-each-other", "nodes-too-few"]),
         (
