@@ -438,6 +438,7 @@ _MEGATRON = (
             loss_scale report_memory_flag skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit
             pg_collection is_first_iteration seqlen_squared_sum_in_batch total_real_tokens_in_batch""")), "calls",
          f"{_ENTRY}/log.py"),
+        (f"{_TRAINING}.training:write_args_to_tensorboard", Parameters(()), "calls", f"{_ENTRY}/log.py"),
         (f"{_TRAINING}.training:num_floating_point_operations", Parameters(_words("args batch_size")), "calls",
          f"{_ENTRY}/log.py"),
         (f"{_TRAINING}.training:load_checkpoint", Parameters(_words("""ddp_model optimizer opt_param_scheduler

@@ -57,8 +57,13 @@ def describe_age(seconds: float) -> str:
 
 
 def is_silent(state: RunState, job: JobView, now: float) -> bool:
-    """Returns whether a run that has not ended has written no event for much longer than usual."""
+    """Returns whether a run that has not ended has written no event for much longer than usual.
+
+    An evaluation writes an event only at its end, and is not silent while its micro batches end.
+    """
     has_ended = state.ended or job.end is not None
+    if any(worker.section == "evaluation" and worker.seconds < SILENCE_S for worker in job.workers):
+        return now - job.time > SILENCE_S
     usual_s = max(SILENCE_S, 10 * state.iteration_s) if state.iteration_s else START_SILENCE_S
     return bool(state.time) and not has_ended and now - state.time > usual_s
 

@@ -72,6 +72,7 @@ def test_tensorboard_has_expected_scalars(logged):
     losses = [event["loss"] for event in logged_losses if event["type"] == "iteration"]
     assert [point.value for point in board.Scalars("lm loss")] == pytest.approx(losses)
     assert "forward-backward-time" in tags and "moc/max_violation/layer_1" in tags
+    assert "train_iters/text_summary" in board.Tags()["tensors"]  # the arguments, as texts
 
 
 def test_hanging_service_loses_only_its_values(logged):

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import moe_module_specs
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.utils import get_model_config
-from megatron.training import initialize, training
+from megatron.training import get_tensorboard_writer, initialize, training
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import refuse
@@ -143,6 +143,8 @@ def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> 
     run.stepper.auxiliary.drop()
     if loss is not None:
         run.log.evaluation(run.position.iteration, split, loss)
+        if not args.skip_train and (board := get_tensorboard_writer()) is not None:  # as evaluate_and_print_results
+            board.add_scalar(f"{run.stepper.auxiliary.loss_name} validation", loss, run.position.iteration)
         name = {"valid": "validation"}.get(split, split)
         run.log.message(
             f"{name} loss at iteration {run.position.iteration}: {loss:.6E}, PPL: {perplexity_of(loss):.6E}"

@@ -119,6 +119,9 @@ class StockLog(EventRecorder):
         writers = dict(SummaryWriter=Board, wandb=get_wandb_writer())  # whose types the timers compare
         with replaced(training, get_num_microbatches=self._mean_micro_batches), replaced(timers, **writers):
             self._print(record)
+        if self._is_first:
+            with self._harmless():
+                training.write_args_to_tensorboard()
         self._is_first = False
         if (load := self._load) is not None:
             self.message(sentence_of(load))

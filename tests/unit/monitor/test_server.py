@@ -226,6 +226,18 @@ def test_problems_are_found_and_healthy_run_has_none():
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
 
+def test_long_evaluation_is_silent_only_if_it_hangs():
+    story = Story().start().usual(20)
+    later, state = story.now + 61.0, agent_state()
+    for seconds, is_silent in ((0.5, False), (40.0, True)):
+        for worker in state["workers"]:
+            worker |= {"section": "evaluation", "seconds": seconds}
+        problems = find_problems(fold_events(story.events), JobView().updated(state, later), later)
+        assert bool(problems) == is_silent
+    problems = find_problems(fold_events(story.events), JobView().updated(agent_state(), story.now), later)
+    assert problems  # no message of the launcher
+
+
 def test_end_and_earlier_launch_are_distinguished():
     lost = Story().tell("start", iteration=0, job="earlier", world_size=4).usual(20).generation(1.0)
     ended = Story().start().usual(20).generation(1.0).tell("end", 1.0, reason="worker 2 was killed", code=137)
