@@ -318,7 +318,13 @@ def number_of(router: TopKRouter) -> int:
 
 
 class AuxiliaryLosses(Protocol):
-    """Collects further values that a forward pass reports, such as the losses of routers."""
+    """Collects further values that a forward pass reports, such as the losses of routers.
+
+    Attributes:
+        loss_name: name of the loss; empty on stages that compute none.
+    """
+
+    loss_name: str
 
     def take(self, iteration: int) -> dict[str, torch.Tensor]:
         """Returns this worker's contributions to the commit all-reduce of an iteration, and clears them."""

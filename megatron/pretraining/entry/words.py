@@ -150,7 +150,7 @@ def early_problems(
         config = _check_together(values, read, None if concealed else workers, problems)
         if not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
-    found = problems.found[number_of_known :]
+    found = problems.found[number_of_known:]
     problems.found = [*problems.found[:number_of_known], *_without_concealed(found, concealed)]
     if workers and not problems.found:
         snapshot: Any = groups["snapshot"]
