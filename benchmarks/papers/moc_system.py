@@ -20,7 +20,7 @@ from moc.sharding import (
 )
 from moc.simulate.cost import CLUSTERS, Cluster, Work, estimate
 from moc.state.operators import Operator
-from moc.state.shape import ModelShape, model_operators
+from tests.model_shape import ModelShape, model_operators
 
 _LAYERS, _HIDDEN = 24, 2048
 _SEQUENCES, _LENGTH = 2, 2048  # per GPU; not stated in the paper

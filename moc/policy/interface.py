@@ -160,7 +160,7 @@ class Policy(ABC):
     follow from the iteration.
 
     Attributes:
-        operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
+        operators: all operators of the model, in model order.
         interval: when a snapshot is due.
         name: name of the policy; set by :func:`moc.policy.registry.policy`.
         requires: capabilities that a run needs for this policy; set by :func:`moc.policy.registry.policy`, and extended

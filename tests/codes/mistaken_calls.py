@@ -16,11 +16,11 @@ from moc.policy.token_ledger import TokenLedger
 from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import SimulatedCosts
-from moc.state.shape import ModelShape, model_operators
 from moc.store.manifest import merge_reports
 from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.elastic.test_transfers import TENSORS
 from tests.unit.sharding.test_save_plan import StageReplicas, told, world
 from tests.unit.store.test_assemble import full, made, part

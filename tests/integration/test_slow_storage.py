@@ -10,11 +10,11 @@ import pytest
 from moc.policy import Capability, Every, policy_named
 from moc.recovery.inventory import Persisted, Promise, in_storage, list_checkpoints, overdue
 from moc.session.saving.storage import ALL_REDUCES
-from moc.state.shape import ModelShape, model_operators
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.snapshot_files import events, node_memory, start, train
 from tests.integration.test_atomic_save import wait_for
+from tests.model_shape import ModelShape, model_operators
 from tests.shared import ALL
 
 EVERY = 2

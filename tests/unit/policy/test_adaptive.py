@@ -5,8 +5,8 @@ import pytest
 from moc.policy import Every, policy_named
 from moc.policy.pec_selection import candidate_expert_counts, expert_ages, mean_age
 from moc.policy.token_ledger import TokenLedger
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.policy.test_pec import persist
 
 

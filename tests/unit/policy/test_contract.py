@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, full_plan, policy_named
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
+from tests.model_shape import ModelShape, model_operators
 
 
 @st.composite

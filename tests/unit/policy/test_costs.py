@@ -10,9 +10,9 @@ from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.flags import JobShape, number_or_auto
 from moc.policy.pec_selection import PLT_LIMIT
 from moc.policy.windows import OperatorBytes
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 
 ONE, FOUR = OperatorBytes(12.0, 2.0), [OperatorBytes(12.0, 2.0)] * 4
 SMALL = [OperatorBytes(6.0, 1.0)] * 6

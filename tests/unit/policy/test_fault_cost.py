@@ -5,8 +5,8 @@ import pytest
 from moc.policy import Every, policy_named
 from moc.policy.interval import IntervalTuner
 from moc.policy.pec import Pec
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.policy.test_pec import persist, take
 from tests.unit.pretraining.flags import parse
 

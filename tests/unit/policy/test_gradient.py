@@ -12,9 +12,9 @@ from moc.policy.gradient import MAX_WINDOW, Gradient, shortest_window
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recovery_paths
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
 OPERATORS = model_operators(SHAPE)

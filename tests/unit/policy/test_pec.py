@@ -11,9 +11,9 @@ from moc.policy import Every, IntervalTuner, full_plan, policy_named
 from moc.policy.pec import NOT_CHOSEN, Pec
 from moc.policy.pec_selection import load_aware_experts, persist_selection
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.policy.clock import Clock
 
 

@@ -8,8 +8,8 @@ from moc.policy import POLICIES, Every, Policy, SnapshotPlan, SnapshotSchedule, 
 from moc.policy.flags import FlagConflict, PolicyFlag, PolicyFlags
 from moc.policy.registry import guard_methods
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 
 OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
 

@@ -9,9 +9,9 @@ from moc.policy import ObservedIteration, Transfer, full_plan
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
 OPERATORS = model_operators(SHAPE)

@@ -27,9 +27,9 @@ from moc.policy.windows import (
     skewness,
 )
 from moc.state.operators import Operator
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 
 FIGURE_6 = ("E1", "E2", "E3", "E4", "NE", "G")
 EQUAL = [OperatorBytes(12.0, 2.0)] * 6

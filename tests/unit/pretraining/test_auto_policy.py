@@ -25,11 +25,11 @@ from moc.simulate.live_costs import every_candidate, flags_of_candidate  # noqa:
 from moc.simulate.planner import PlanLimits  # noqa: E402
 from moc.state.operators import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
-from moc.state.shape import ModelShape, model_operators  # noqa: E402
 from moc.store.storage import LocalStorage  # noqa: E402
 from moc.store.store import Store  # noqa: E402
 from tests.cases import each_row  # noqa: E402
 from tests.configs import config_of  # noqa: E402
+from tests.model_shape import ModelShape, model_operators  # noqa: E402
 
 MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
 TRAINING = dict(micro_batch_size=1, train_iters=1, lr=1.0, mock_data=True, tokenizer_type="NullTokenizer")

@@ -5,8 +5,8 @@ from moc.policy import Every, policy_named, recovers_exactly
 from moc.recovery.inventory import RetainedExperts, is_planned_by, retained_experts, storage_suffices
 from moc.recovery.plan import exact_resume_error
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recovery_paths
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 
 OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
 POLICIES = {name: policy_named(name)(OPERATORS, Every(1)) for name in ("full", "pec")}

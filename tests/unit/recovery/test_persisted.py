@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from moc.policy import Every, policy_named
 from moc.recovery.inventory import Persisted, Promise, newest_full, overdue
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 
 OPERATORS = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 NAMES = [one.name for one in OPERATORS]

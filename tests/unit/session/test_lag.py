@@ -24,10 +24,10 @@ from moc.session.saving.pipeline import SavingPipeline, Stages
 from moc.session.saving.storage import BEYOND, StorageHealth, may_begin, window_may_begin
 from moc.session.settings import TIERS, Settings
 from moc.state.record import Position
-from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.host_memory import SPARE
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.shared import ALL
 
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))

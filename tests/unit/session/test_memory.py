@@ -17,9 +17,9 @@ from moc.session.memory import (
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.buffer_pool import Rotation
 from moc.state.operators import Detail
-from moc.state.shape import ModelShape, model_operators
 from moc.store.host_memory import RankMemory, ReservedMemory, most_copies, reserved_bytes, spare_buffers
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.worlds import REPOSITORY
 
 PAGE = Path(REPOSITORY) / "docs/how-to/choose-a-policy.md"

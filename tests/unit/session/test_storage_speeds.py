@@ -22,8 +22,8 @@ from moc.session.resume.point import ResumePoint
 from moc.session.saving.storage import ALL_REDUCES, OUTSTANDING, StorageHealth, StorageTier
 from moc.state.operators import Detail
 from moc.state.record import Position
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 2, 16

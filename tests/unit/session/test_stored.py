@@ -7,8 +7,8 @@ from moc.session.resume.point import ResumePoint
 from moc.session.saving.storage import StorageHealth, StorageTier
 from moc.state.operators import Detail
 from moc.state.record import Position
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 
 
 class Policy:

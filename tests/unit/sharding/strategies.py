@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from moc.sharding import ParallelLayout, SaveItem
-from moc.state.shape import ModelShape
+from tests.model_shape import ModelShape
 
 
 @st.composite

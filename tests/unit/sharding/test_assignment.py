@@ -14,8 +14,8 @@ from moc.sharding import (
     list_save_items,
     pec_leaves_ranks_unequal,
 )
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.sharding.strategies import models_in_layouts
 
 SHAPE = ModelShape((1, 1), 8, 16, 8, 8, 8, 32, num_experts=4, expert_ffn_hidden_size=16)

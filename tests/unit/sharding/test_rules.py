@@ -18,9 +18,9 @@ from moc.sharding import (
     parse_scheme,
     rule,
 )
-from moc.state.shape import model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import model_operators
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
 EVERY_SCHEME = [ShardingScheme(a, b) for a in sorted(RULES) for b in sorted(RULES)]

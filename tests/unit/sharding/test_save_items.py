@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from moc.sharding import ParallelLayout, SaveItem, StateBytes, cut_large_items, list_save_items
 from moc.sharding.save_items import partition_flat_buffer
-from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
 from tests.errors import raises
+from tests.model_shape import ModelShape, model_operators
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
 STATE = StateBytes()

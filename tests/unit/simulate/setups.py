@@ -5,7 +5,7 @@ import dataclasses
 from moc.sharding import ParallelLayout
 from moc.simulate.cost import CLUSTERS, Cluster, Work, measured_timing
 from moc.simulate.policies import Setup
-from moc.state.shape import ModelShape, model_operators
+from tests.model_shape import ModelShape, model_operators
 
 SHAPE = ModelShape(
     expert_layers=(0, 1, 1, 1, 1, 1),

@@ -1,7 +1,7 @@
 """Sizes of operators, counted by hand; those of real models are compared in ``test_operators.py``."""
 
 from moc.state.operators import Operator
-from moc.state.shape import ModelShape, model_operators
+from tests.model_shape import ModelShape, model_operators
 
 PLAIN = ModelShape((0, 1), 8, 16, 8, 4, 2, 100, num_experts=2, expert_ffn_hidden_size=5)
 

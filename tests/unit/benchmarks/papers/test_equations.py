@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.policy.pec_selection import sequential_experts
 from moc.sharding import ParallelLayout, StateBytes, list_save_items
-from moc.state.shape import ModelShape, model_operators
+from tests.model_shape import ModelShape, model_operators
 
 GPT_350M_16E = ModelShape(
     (0, 1) * 12, 1024, 4096, 1024, 1024, 64, 50304, positions=2048, num_experts=16, expert_ffn_hidden_size=4096
