@@ -142,7 +142,7 @@ def test_checkpoint_of_earlier_entry_point_converts(data, tmp_path):
 
 WRONG = {  # flags of a converter, and the code of its refusal
     "--seed 7 --adam-eps 1e-6 --moe-router-topk 1": "replay-not-identical",
-    **(ALL and {"--num-layers 4": "checkpoint-of-another-model", "--optimizer sgd": "optimizer-differs"} or {}),
+    **(ALL and {"--num-layers 4": "checkpoint-of-another-model", "--optimizer sgd": "optimizer-excludes-flag"} or {}),
 }
 WINDOWS = {
     "sparse": "--ckpt-policy sparse --sparse-window 3",

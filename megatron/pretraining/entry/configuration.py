@@ -33,6 +33,7 @@ from megatron.pretraining.entry.limits import (
     check_schedule,
     check_virtual_stages,
 )
+from megatron.pretraining.entry.optimizers import refuse_sharded_sgd
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from moc.files.decode import shorten_middle
 
@@ -45,7 +46,7 @@ _RENAMED = {
     "norm_epsilon": ("layernorm_epsilon",),
 }
 """Arguments by our name of a value; the first one that is given is used."""
-_EXCLUDING = refuse_with_deepspeed, refuse_with_elastic
+_EXCLUDING = refuse_with_deepspeed, refuse_with_elastic, refuse_sharded_sgd
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 

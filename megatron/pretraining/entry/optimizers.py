@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config import Config
+from megatron.pretraining.config.flag import Problems, refuse
 
 if TYPE_CHECKING:  # arguments are checked before torch is imported
     import torch
@@ -35,6 +36,17 @@ def refuse_optimizers(arguments: Any) -> None:
     if _value(arguments, "use_layer_wise_distributed_optimizer"):
         _check_layers(arguments, problems)
     problems.raise_found()
+
+
+def refuse_sharded_sgd(config: Config, arguments: Any) -> None:
+    """Raises ``ConfigError`` if megatron-core would shard the state of SGD; ``--elastic`` shards it itself."""
+    refuse(
+        arguments.optimizer == "sgd"
+        and config.parallel.use_distributed_optimizer
+        and not (config.shards_by_blocks or _value(arguments, "optimizer_cpu_offload")),
+        "--optimizer sgd excludes --use-distributed-optimizer, which shards the state of Adam. Fix: drop one of them",
+        code="optimizer-excludes-flag",
+    )
 
 
 def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]) -> None:

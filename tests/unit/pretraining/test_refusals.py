@@ -36,6 +36,7 @@ REFUSED = [
     ("--moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 2", "value-out-of-range --num-experts"),
     ("--num-attention-heads 3", "flag-not-a-multiple --hidden-size --num-attention-heads"),
     ("--optimizer sgd --exp-avg-dtype fp8", "optimizer-excludes-flag --optimizer"),
+    ("--optimizer sgd --use-distributed-optimizer", "optimizer-excludes-flag --optimizer"),
     ("--max-snapshot-lag 1", "flag-has-no-effect --max-snapshot-lag --ckpt-policy"),
     ("--micro-batch-size two", "value-unreadable --micro-batch-size"),
     ("--tokenizer-type GPT2", "value-not-a-choice --tokenizer-type"),
