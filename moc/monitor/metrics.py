@@ -47,9 +47,6 @@ _OPERATIONS = {
 }
 """By operation on snapshots, the type of its event, and the fields with its bytes and its seconds."""
 
-_AGES = {"memory": "snapshot", "peers": "replicate", "storage": "persist"}
-"""By tier, the type of event that reports a snapshot in it."""
-
 
 def render_metrics(state: RunState, job: JobView, now: float, hook: Mapping[str, int]) -> bytes:
     """Returns all metrics in the text format of Prometheus.
@@ -117,7 +114,7 @@ def _losses(state: RunState, now: float) -> Iterator[Metric]:
 
 
 def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
-    newest = {tier: state.newest[kind] for tier, kind in _AGES.items() if kind in state.newest}
+    newest = state.newest_snapshots
     ages = {tier: max(0.0, now - event["time"]) for tier, event in newest.items()}
     yield _gauge("moc_snapshot_age_seconds", "Seconds since a snapshot was complete in a tier.", "tier", ages)
     numbers = {tier: event["iteration"] for tier, event in newest.items()}

@@ -45,6 +45,7 @@ SCRIPT = """\
 const updates = new EventSource("updates");
 updates.onmessage = (update) => {
   document.getElementById("content").innerHTML = JSON.parse(update.data);
+  document.title = document.querySelector("h1").textContent;
   document.getElementById("stale").style.display = "none";
 };
 updates.onerror = () => { document.getElementById("stale").style.display = "block"; };
@@ -61,10 +62,8 @@ _PAGE = """\
 
 def render_page(state: RunState, job: JobView, now: float) -> str:
     """Returns the HTML document; foreign strings in it are escaped."""
-    run = state.newest.get("start", {}).get("run") or "run"
-    return _PAGE.format(
-        title=_text(f"{run}: iteration {state.last_iteration:,}"), content=render_content(state, job, now)
-    )
+    summary = summarize(state, job, now)
+    return _PAGE.format(title=_title(summary), content=render_content(state, job, now))
 
 
 def render_content(state: RunState, job: JobView, now: float) -> str:
@@ -82,6 +81,10 @@ def _text(value: object) -> str:
     return escape(escape_controls(value))
 
 
+def _title(summary: JobSummary) -> str:
+    return _text(f"{summary.run}, job {summary.job}: {summary.status}")
+
+
 def _headline(summary: JobSummary) -> str:
     lines = (
         f'<p class="problem{" critical" * problem.is_critical}">{_text(problem.text)}'
@@ -90,8 +93,7 @@ def _headline(summary: JobSummary) -> str:
     )
     problems = "".join(lines) or '<p class="problem fine">No problem found.</p>'
     cells = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in summary.figures.items())
-    title = f"<h1>{_text(summary.run)} <small>job {_text(summary.job)}: {_text(summary.status)}</small></h1>"
-    return f'{title}{problems}<dl class="figures">{"".join(cells)}</dl>'
+    return f'<h1>{_title(summary)}</h1>{problems}<dl class="figures">{"".join(cells)}</dl>'
 
 
 def _table(table: Table) -> str:

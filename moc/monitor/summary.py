@@ -70,7 +70,7 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
         _table("Workers of this node", _WORKER_TITLES, _workers(job)),
         _table("Incidents, newest first", INCIDENT_TITLES, _incidents(state)),
         _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
-        _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
+        _table("Snapshots", ("place", "snapshots", "newest iteration", "age"), _tiers(state, now)),
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),
     ]
@@ -138,10 +138,9 @@ def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:
 
 
 def _tiers(state: RunState, now: float) -> Iterable[Sequence[object]]:
-    for tier, kind in (("memory", "snapshot"), ("other nodes", "replicate"), ("storage", "persist")):
-        if (event := state.newest.get(kind)) is not None:
-            age = describe_age(now - event["time"])
-            yield tier, f"{state.of_type(kind).count:,}", f"{event['iteration']:,}", age
+    for place, event in state.newest_snapshots.items():
+        count, age = state.of_type(event["type"]).count, describe_age(now - event["time"])
+        yield place, f"{count:,}", f"{event['iteration']:,}", age
 
 
 def _configuration(state: RunState, job: JobView) -> Iterable[tuple[str, object]]:

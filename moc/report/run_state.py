@@ -155,6 +155,15 @@ class RunState:
         """The newest iteration that counts; 0 without one."""
         return self.history[-1][0] if self.history else 0
 
+    @property
+    def newest_snapshots(self) -> dict[str, Event]:
+        """The event of the newest snapshot by place: ``memory`` or ``buffers`` (tier disk), ``peers``, ``storage``."""
+        by_place = {"memory": "snapshot", "peers": "replicate", "storage": "persist"}
+        events = {place: self.newest[kind] for place, kind in by_place.items() if kind in self.newest}
+        if events.get("memory", {}).get("tier") == "disk":  # a killed worker loses them
+            events = {"buffers": events.pop("memory")} | events
+        return events
+
     def of_type(self, event_type: str) -> Totals:
         """Returns the totals of a type of event."""
         return self.totals.get(event_type, NO_EVENTS)

@@ -15,6 +15,7 @@ import pytest
 from moc.errors import codes_in
 from moc.monitor import server
 from moc.monitor.job_view import JobView
+from moc.monitor.metrics import render_metrics
 from moc.monitor.page import render_content
 from moc.monitor.problems import find_problems
 from moc.monitor.summary import summarize
@@ -238,6 +239,15 @@ def test_long_evaluation_is_silent_only_if_it_hangs():
     assert problems  # no message of the launcher
 
 
+@pytest.mark.parametrize(("tier", "place"), [("memory", "memory"), ("disk", "buffers")])
+def test_buffers_of_disk_tier_are_not_called_memory(tier, place):
+    story = Story().start().usual(4).tell("snapshot", iteration=4, tier=tier, bytes=1, copy_s=0.1, hash_s=0.1)
+    state = fold_events(story.events)
+    (table,) = (table for table in summarize(state, JobView(), story.now).tables if table.title == "Snapshots")
+    assert [row[0] for row in table.rows] == [place]
+    assert f'moc_snapshot_iteration{{tier="{place}"}} 4.0' in render_metrics(state, JobView(), story.now, {}).decode()
+
+
 def test_end_and_earlier_launch_are_distinguished():
     lost = Story().tell("start", iteration=0, job="earlier", world_size=4).usual(20).generation(1.0)
     ended = Story().start().usual(20).generation(1.0).tell("end", 1.0, reason="worker 2 was killed", code=137)
@@ -307,7 +317,6 @@ def test_node_without_the_events_names_the_one_that_has_them():
 
 def test_counters_never_decrease():
     """The excess of a recovery's first iteration follows the median of all iterations, which changes."""
-    from moc.monitor.metrics import render_metrics
 
     story = Story().start().usual(20).generation(1.0).resume(1.0).start(1.0).train(3.0)
     scrapes = []
@@ -321,7 +330,6 @@ def test_counters_never_decrease():
 
 
 def test_mfu_is_shown_if_known():
-    from moc.monitor.metrics import render_metrics
 
     for fields, shown in (({}, None), ({"mfu": 0.412}, "41.2 %")):
         state = fold_events(Story().start().usual(2, **fields).events)
