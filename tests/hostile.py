@@ -201,6 +201,8 @@ def _forge_one(rng: random.Random, world: Path, place: Path) -> str:
     else:
         path = rng.choice(sorted(filter(_is_small, place.glob("iter_*/manifest.json"))))
         plain = json.loads(path.read_text())
+        if not isinstance(plain, dict):  # an earlier change has replaced it
+            plain = {"files": {}}
         plain.pop("xxh3_128", None)
         kind = rng.choice(["file", "run", "iteration", "operator", "state"])
         if kind == "file":
