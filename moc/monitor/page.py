@@ -122,7 +122,7 @@ def _timeline(state: RunState, now: float) -> str:
     losses = [recovery.time for recovery in state.recoveries if points and recovery.time >= points[0][0]]
     if points and not state.ended:
         points.append((now, points[-1][1]))  # flat while training stands still
-    return _draw_curve(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
+    return _draw_curve(points, losses, "iteration (dashed: training resumed after a lost worker or node)", "local time")
 
 
 def _loss(state: RunState) -> str:

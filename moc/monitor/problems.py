@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moc.cli_output import counted
+from moc.files.event_log import RecordedLoss
 from moc.monitor.job_view import JobView, describe_loss
 from moc.report.run_state import NO_RUN, RunState
 
@@ -54,6 +55,12 @@ def describe_age(seconds: float) -> str:
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:,.0f} {unit}"
     return f"{max(0.0, seconds):,.0f} s"
+
+
+_OF_KILLS = (
+    "signal 9 killed it each time: read the kernel log of that node (dmesg) for the out-of-memory killer, and the "
+    "limits of its container or Slurm job"
+)
 
 
 def is_silent(state: RunState, job: JobView, now: float) -> bool:
@@ -136,13 +143,21 @@ def _training_problems(state: RunState, job: JobView, now: float) -> Iterator[Pr
             "section save, check the storage of --ckpt-dir",
         )
     recent = [recovery for recovery in state.recoveries if now - recovery.time < HOUR_S]
-    losses = [loss for at, loss in state.losses if now - at < HOUR_S]
-    for rank, count in Counter(loss.rank for loss in losses if loss.rank is not None).items():
-        if count >= REPLACEMENTS:
-            nodes = sorted({loss.node for loss in losses if loss.rank == rank and loss.node is not None})
+    losses_by_rank: dict[int, list[tuple[float, RecordedLoss]]] = {}
+    for at, loss in state.losses:
+        if now - at < HOUR_S and loss.rank is not None:
+            losses_by_rank.setdefault(loss.rank, []).append((at, loss))
+    for rank, losses in losses_by_rank.items():
+        if len(losses) >= REPLACEMENTS:
+            nodes = sorted({loss.node for _, loss in losses if loss.node is not None})
             location = f" (node {', '.join(map(str, nodes))})" if nodes else ""
-            text = f"Worker {rank}{location} was lost {count} times within an hour"
-            yield Problem(False, text, "compare the causes below; test the device and the memory of that node")
+            newest = describe_age(now - max(at for at, _ in losses))
+            were_killed = {loss.signal for _, loss in losses} == {signal.SIGKILL}
+            yield Problem(
+                False,
+                f"Worker {rank}{location} was lost {len(losses)} times within an hour, the last time {newest} ago",
+                _OF_KILLS if were_killed else "compare the causes below; test the device and the memory of that node",
+            )
     if state.newest.get("iteration", {}).get("skipped"):
         yield Problem(
             False,

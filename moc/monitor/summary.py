@@ -119,7 +119,7 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
         "tokens per second": speed,
         "seconds of an iteration": f"{state.iteration_s:.3g}",
         **({"MFU": f"{100 * mfu:.1f} %"} if (mfu := newest.get("mfu")) is not None else {}),
-        "ETTR": f"{state.ettr:.3f}",
+        "ETTR (useful share)": f"{state.ettr:.3f}",
         "workers": f"{state.workers:,}",
         "recoveries": f"{len(state.recoveries):,}",
         "newest event": f"{describe_age(now - state.time)} ago" if state.time else "-",

@@ -210,7 +210,7 @@ def test_problems_are_found_and_healthy_run_has_none():
     texts = "\n".join(found(ill, later=1900.0))
     for part in (
         "minutes old",
-        "Worker 2 (node 1) was lost 3 times",
+        "Worker 2 (node 1) was lost 3 times within an hour, the last time",
         "Storage is too slow",
         "% of the wall clock",
     ):
