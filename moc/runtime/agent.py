@@ -17,6 +17,7 @@ from pathlib import Path
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections, child_processes, environment
+from moc.runtime.child_processes import StoppedError
 from moc.runtime.connections import interface_name
 from moc.runtime.controller_link import (
     ControllerLink,
@@ -256,8 +257,14 @@ class Agent:
         )
 
     def _stop(self, signal_number: int) -> None:
-        """Forwards a signal to the workers, which save and exit once all of them are running."""
+        """Forwards a signal to the workers, which save and exit once all of them are running.
+
+        A job of one node whose forkserver still imports the program has no worker, and ends at once.
+        """
         self._link.stop_signal = signal_number
+        if self._forkserver_answered_at is None and not self._flags.has_other_nodes and not self._end.done():
+            self._end.set_exception(StoppedError(signal_number))
+            return
         self._link.send("stopping", signal=signal_number)
         for worker in self._workers.values():
             self._forward_stop_signal(worker)

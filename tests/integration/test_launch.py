@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -18,7 +20,9 @@ from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
 from tests.integration.strangers import Stranger
+from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import SHALLOW
+from tests.worlds import REPOSITORY
 
 pytestmark = pytest.mark.recovery
 ITERATIONS = 16
@@ -303,6 +307,19 @@ def test_control_c_ends_all_processes(there, iteration, flags, tmp_path):
         assert job.wait() == 130
         assert job.left() == [] and "started again" not in job.console
         assert_reported(job.console, "SIGINT", 130)
+
+
+def test_control_c_does_not_wait_for_imports(tmp_path):
+    warm_up = "def warm_up():\n    open('warms', 'x').close()\n    time.sleep(3600)\n"
+    (tmp_path / "slow.py").write_text(f"import time\n{warm_up}if __name__ == '__main__':\n    pass\n")
+    command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", "1", "slow.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as job:
+        wait_for(lambda: (tmp_path / "warms").exists())
+        job.send_signal(signal.SIGINT)
+        _, console = job.communicate(timeout=300)
+    assert job.returncode == 130
+    assert_reported(console, "SIGINT", 130)
 
 
 def assert_reported(console, name, code, iteration=""):
