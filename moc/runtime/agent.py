@@ -259,7 +259,7 @@ class Agent:
     def _stop(self, signal_number: int) -> None:
         """Forwards a signal to the workers, which save and exit once all of them are running.
 
-        A job of one node whose forkserver still imports the program has no worker, and ends at once.
+        A job of one node whose forkserver still imports the program has no worker, and ends immediately.
         """
         self._link.stop_signal = signal_number
         if self._forkserver_answered_at is None and not self._flags.has_other_nodes and not self._end.done():
