@@ -20,6 +20,9 @@ gc.disable()  # until all tests are collected
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# the processor of the machine decides the order of sums otherwise, and so the last bits: a router's tie may break
+os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
 if not os.environ.get("CI"):  # there, hypothesis' own profile does it, and takes the same examples each time
     settings.register_profile("patient", deadline=None)  # a busy machine is no defect
     settings.load_profile("patient")

@@ -332,11 +332,14 @@ class ControllerLink:
             if self._is_led:
                 led_at = time.monotonic()
                 continue
+            state = self._state
             leads_by_candidate = {
                 candidate: await self._is_leading(candidate)
                 for candidate in range(len(self._candidates))
                 if candidate != index
             }
+            if self._is_led or self._state is not state:  # this candidate has admitted the node meanwhile
+                continue
             preferred = [candidate for candidate, leads in leads_by_candidate.items() if leads]
             preferred += [
                 candidate for candidate, leads in leads_by_candidate.items() if leads is not None and candidate < index

@@ -32,7 +32,7 @@ def job_of(data, tmp_path, faults, least=2, candidates=1, layout="DP4", nodes=No
     saved = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
     saved |= {} if "ckpt_policy" in more else dict(snapshot_interval=100)
     nodes = dict(nodes=nodes or LAYOUTS[layout][0], least=least, candidates=candidates)
-    own = ["--silence-timeout", "5", "--grow-wait", "600", *own]
+    own = ["--silence-timeout", "20", "--grow-wait", "600", *own]
     flags = data | FLAGS | saved | more | dict(inject=faults)
     return Launched(layout, flags, tmp_path / "job", *own, **nodes, program=program)
 

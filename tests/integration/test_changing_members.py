@@ -19,7 +19,7 @@ def test_lost_node_is_removed_and_added_when_it_returns(data, tmp_path):
     flags = data | SHALLOW | BATCH | dict(train_iters=ITERATIONS, exit_signal_handler=True)
     expected = [record["loss"] for record in train("DP3", flags).records]
     saved = dict(ckpt_policy="full", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
-    own = ["--silence-timeout", "5", "--grow-wait", "600"]
+    own = ["--silence-timeout", "20", "--grow-wait", "600"]
     with Launched("DP3", flags | saved, tmp_path / "job", *own, nodes=3, least=1) as job:
         job.reach(4)
         job.lose(1)
@@ -53,7 +53,7 @@ def test_state_of_lost_node_is_restored_from_peer_memory(data, tmp_path, layout,
     saved = policy | dict(ckpt_tier="peers", persist_interval=1000)
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
-        own = ["--silence-timeout", "5", "--grow-wait", "600"]
+        own = ["--silence-timeout", "20", "--grow-wait", "600"]
         with Launched(layout, flags | saved | places, tmp_path / "job", *own, nodes=nodes, least=left) as job:
             job.reach(8)
             lost = job.iteration

@@ -100,7 +100,8 @@ def test_option_trains_elastic_job_as_single_worker(option, data):
 @pytest.mark.parametrize("layout", ["DP4", *ALL * ["PP2xDP2", "TP2xDP2"]])
 def test_dropout_and_moves_train_as_single_worker(layout, data):
     alone = {"DP4": "1", "PP2xDP2": "PP2", "TP2xDP2": "TP2"}[layout]
-    flags = data | PLAIN | DROPOUT | GHOSTS | dict(train_iters=50, exit_interval=50 if ALL else 24)
+    seed = dict(seed=1)  # with the usual one, rounding decides where a router sends a token of iteration 8
+    flags = data | PLAIN | DROPOUT | GHOSTS | seed | dict(train_iters=50, exit_interval=50 if ALL else 24)
     found = elastic(layout, flags | dict(elastic_rebalance_interval=10 if ALL else 5))
     assert moved(found)
     assert_replicas_alike(found)

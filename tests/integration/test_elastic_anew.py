@@ -17,7 +17,7 @@ def test_remaining_nodes_resume_from_load_without_policy(data, tmp_path, zero):
     flags = data | FLAGS | dict(train_iters=ITERATIONS, use_distributed_optimizer=zero)
     place = str(tmp_path / "checkpoints")
     saved = dict(save=place, load=place, save_interval=SAVED, inject=[f"kill node=2 iteration={LOST}"])
-    own = ["--silence-timeout", "5", "--grow-wait", "600"]
+    own = ["--silence-timeout", "20", "--grow-wait", "600"]
     program = "tests/integration/losing_pretrain_gpt_moe.py"
     with Launched("DP3", flags | saved, tmp_path / "job", *own, nodes=3, least=2, program=program) as job:
         job.reach(SAVED)

@@ -21,7 +21,7 @@ PLAIN = SHALLOW | dict(global_batch_size=12, micro_batch_size=1, train_iters=16,
 
 def job_of(data, tmp_path, layout, faults, **how):
     """A job that takes no snapshot before it ends, unless flags say so."""
-    own = ["--silence-timeout", "5", "--grow-wait", "600"]
+    own = ["--silence-timeout", "20", "--grow-wait", "600"]
     nodes = {name: how.pop(name) for name in ("nodes", "least", "spares") if name in how}
     saved = dict(ckpt_policy="full", snapshot_interval=100, ckpt_dir=str(tmp_path / "snapshots"))
     flags = data | saved | dict(exit_signal_handler=True, inject=faults) | how

@@ -11,12 +11,6 @@ from tests.integration.entry_jobs import OWN_PROGRAM, run
 from tests.integration.previous_release import MODEL, RUNS, STATE, STOP
 
 
-@pytest.fixture(autouse=True)
-def products_of_recording_machine(monkeypatch):
-    """oneDNN sums bf16 products in another order on processors with AMX."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-
-
 def assert_continues(losses: dict[int, tuple[float, float]], name: str) -> None:
     """Asserts the recorded losses and norms: with the same bits, if this processor sums in the same order."""
     expected = {int(iteration): tuple(values) for iteration, values in previous_release.recorded()[name].items()}

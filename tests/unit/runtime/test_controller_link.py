@@ -385,3 +385,38 @@ def test_agent_whose_hello_is_refused_ends_after_patience():
         assert len(hellos) < 100
 
     asyncio.run(main())
+
+
+def test_node_stays_connected_if_admitted_while_it_searches(monkeypatch):
+    """An answer of another candidate from before the admission does not end the connection to the leader."""
+    ask, may_answer, asked, answered = async_connections.check_health, asyncio.Event(), [], []
+
+    async def slow(address, *arguments):
+        asked.append(address)
+        await may_answer.wait()
+        try:
+            return await ask(address, *arguments)
+        finally:
+            answered.append(address)
+
+    async def main():
+        monkeypatch.setattr(async_connections, "check_health", slow)
+        job = Job(silence_s=60.0)
+        for index in range(3):
+            job.start_controller(index)
+        try:
+            for node in range(NODES):
+                job.start_agent(node)
+            await becomes(lambda: len(asked) == NODES)
+            job.start_agent(NODES)
+            await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
+            connections = [agent.link._connection for agent in job.agents.values()]
+            may_answer.set()
+            await becomes(lambda: len(answered) >= 2 * NODES)
+            await asyncio.sleep(0.1)
+            assert [agent.link._connection for agent in job.agents.values()] == connections
+            assert {agent.generation for agent in job.agents.values()} == {0}
+        finally:
+            await job.end()
+
+    asyncio.run(main())
