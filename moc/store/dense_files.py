@@ -350,9 +350,14 @@ def _tag(fence: Fence | None) -> str:
     return "" if fence is None else fence.claim.tag
 
 
+def find_replaced(root: str | Path) -> list[Path]:
+    """Returns the hidden old checkpoints of replacements that a kill interrupted."""
+    return [*Path(root).glob(".iter_*.replaced")]
+
+
 def restore_replaced(root: str | Path) -> None:
     """Completes a replacement interrupted by a kill: restores the old checkpoint, or removes it."""
-    for replaced in Path(root).glob(".iter_*.replaced"):
+    for replaced in find_replaced(root):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if os.path.lexists(original):
             with _reporting_leftover(replaced):

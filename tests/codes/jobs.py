@@ -175,7 +175,7 @@ CASES = {
     "release-unknown": script("", 1, "torch", make=package("torch", "set_num_threads = print\n"), cold=True),
     "megatron-core-unusable": worker("--seed 1", "megatron.core", make=old_core, cold=True, status=1),
     "memory-directory-unusable": job("--ckpt-memory-dir /proc --ckpt-policy full --ckpt-dir c --ckpt-tier memory", 1),
-    "tracker-invalid": job("--load saved", 1, "latest_checkpointed_iteration.txt", make=tracker),
+    "tracker-invalid": job("--load saved", 2, "latest_checkpointed_iteration.txt", make=tracker),
     "loss-not-finite": job("--lr 1e30 --train-iters 9", 1),
     "policy-flags-conflict": job(
         "--ckpt-tier memory --ckpt-policy busier --ckpt-dir c", 2, make=own_policy.install, cold=True

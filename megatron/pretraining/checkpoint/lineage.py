@@ -98,6 +98,21 @@ class Command:
     job: str = ""
     run: str = ""
 
+    @classmethod
+    def of(cls, arguments: Any, job: str = "", run: str = "") -> Command:
+        """Reads the directories that Megatron-LM's arguments name."""
+        return cls(
+            load=Directory.at(arguments.load),
+            save=Directory.at(arguments.save),
+            pretrained=Directory.at(arguments.pretrained_checkpoint),
+            ckpt_step=arguments.ckpt_step,
+            finetune=arguments.finetune,
+            no_load_optim=arguments.no_load_optim,
+            exit_on_missing=arguments.exit_on_missing_checkpoint,
+            job=job,
+            run=run,
+        )
+
     @property
     def is_in_place(self) -> bool:
         """Whether the command continues the checkpoints of its own ``--save``."""
@@ -211,6 +226,24 @@ def newest(command: Command) -> int | None:
         raise
     returns = choice.is_own or command.save is None or command.save.path == choice.root
     return choice.iteration if returns and not choice.begins else None
+
+
+def check_early(arguments: Any, may_be_absent: bool) -> None:
+    """Checks the checkpoint that a command names, before its run is known; changes nothing.
+
+    Args:
+        arguments: Megatron-LM's arguments.
+        may_be_absent: the directories may hold no checkpoint, as where a snapshot replaces it.
+
+    Raises:
+        CheckpointError: as :func:`choose`.
+    """
+    command = Command.of(arguments)
+    save = command.save
+    if save is not None and any(checkpoint.iteration == save.current for checkpoint in save.complete):
+        return  # the run may own this checkpoint, and then loads no other
+    is_interrupted = save is not None and bool(dense_files.find_replaced(save.path))  # workers restore the checkpoint
+    (newest if may_be_absent or is_interrupted else choose)(command)
 
 
 def _refuse_unknown(directory: Directory | None, command: Command) -> None:

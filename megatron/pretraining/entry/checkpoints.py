@@ -94,17 +94,7 @@ class StockCheckpoints(Saves):
         args = get_args()
         if args.save is not None:
             dense_files.restore_replaced(args.save)
-        command = lineage.Command(
-            load=lineage.Directory.at(args.load),
-            save=lineage.Directory.at(args.save),
-            pretrained=lineage.Directory.at(args.pretrained_checkpoint),
-            ckpt_step=args.ckpt_step,
-            finetune=args.finetune,
-            no_load_optim=args.no_load_optim,
-            exit_on_missing=args.exit_on_missing_checkpoint,
-            job=self._world.job.id,
-            run=self.run,
-        )
+        command = lineage.Command.of(args, self._world.job.id, self.run)
         self._origin = command.origin
         return command
 

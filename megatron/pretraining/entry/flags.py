@@ -37,6 +37,7 @@ from megatron.pretraining.entry.limits import check_kernels, check_limits, check
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
+from megatron.pretraining.entry.tokenizers import unusable_tokenizer
 from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.writers import Board, Listeners, WandbWriter
 from megatron.pretraining.process.nodes import per_node, workers_of_job
@@ -252,7 +253,6 @@ _SET_UP = {
     "_set_one_logger": ("the writer of one_logger", ("one_logger_project", "one_logger_run_name")),
 }
 """By function of Megatron-LM: the component that it sets up, and the arguments that it reads."""
-_TOKENIZER_FILES = "tokenizer_model", "vocab_file", "merge_file"
 
 
 def _set_up_error(args: argparse.Namespace, error: BaseException) -> ConfigError:
@@ -260,12 +260,7 @@ def _set_up_error(args: argparse.Namespace, error: BaseException) -> ConfigError
     called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     cause = f"{type(error).__name__}: {_cause_of(error)}"
     if "_build_tokenizer" in called:
-        files = [f"{dashed(name)} {value}" for name in _TOKENIZER_FILES if (value := getattr(args, name, None))]
-        return ConfigError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be built from {listed(files) or 'these flags'} ({cause}). "
-            "Fix: replace a damaged file, or choose the type that it was made for",
-            code="tokenizer-unusable",
-        )
+        return unusable_tokenizer(args, cause)
     for component, names in (_SET_UP[name] for name in _SET_UP if name in called):
         settings = [f"{dashed(name)} {value}" for name in names if (value := getattr(args, name, None))]
         return ConfigError(

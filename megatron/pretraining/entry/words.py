@@ -38,7 +38,8 @@ from megatron.pretraining.entry.limits import (
 from megatron.pretraining.entry.options import options_in
 from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, PREFIX, add_own_flags, own_parser
 from megatron.pretraining.entry.stock_loop import refuse_arguments
-from megatron.pretraining.process.paths import check_paths
+from megatron.pretraining.entry.tokenizers import check_tokenizer
+from megatron.pretraining.process.paths import check_load, check_paths
 from moc.cli_output import print_lines
 from moc.errors import with_code
 from moc.runtime.program import RunDirectories
@@ -155,6 +156,8 @@ def early_problems(
     if workers and not problems.found:
         snapshot: Any = groups["snapshot"]
         problems.check(check_paths, values, snapshot, own.get("log_dir"), is_own, workers.max_nodes)
+        problems.check(check_tokenizer, values)
+        problems.check(check_load, values, bool(snapshot.ckpt_policy) or workers.max_nodes > 1)
     return problems
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.pretraining.checkpoint import lineage
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
 from moc.background import within
@@ -31,7 +32,7 @@ _LISTS = ("data_args_path", "per_split_data_args_path")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file", *_LISTS)
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _OUTPUTS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
-_FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+TOKENIZERS_IN_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Types of tokenizers whose model is a file; other models may be names on a hub."""
 
 
@@ -61,14 +62,27 @@ def check_paths(arguments: Any, snapshot: SnapshotFlags, log_dir: str | None, re
     problems.raise_found()
 
 
+def check_load(arguments: Any, may_be_absent: bool) -> None:
+    """Checks the tracker file and the directory of the checkpoint that a command loads; :func:`lineage.check_early`.
+
+    Checkpoints of other storage, and directories that respond too late, are left to the workers.
+
+    Raises:
+        CheckpointError: the newest checkpoint is unknown, or the named one is missing.
+    """
+    directories = arguments.load, arguments.save, arguments.pretrained_checkpoint
+    if all(_is_local(path) for path in directories if path):
+        within(_TIMEOUT_S, lineage.check_early, arguments, may_be_absent)
+
+
 def _input_problems(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
     """Yields flags, their paths, and the problems of these paths."""
     for name in _FILES:
         path = getattr(arguments, name, None)
-        is_file = name != "tokenizer_model" or arguments.tokenizer_type in _FROM_FILES
+        is_file = name != "tokenizer_model" or arguments.tokenizer_type in TOKENIZERS_IN_FILES
         if path and is_file and _is_local(path) and not os.path.isfile(path):
             yield _flag(name), path, "there is no such file"
-        elif path and not is_file and path.startswith(("/", "./", "../")) and not os.path.exists(path):
+        elif path and not is_file and is_explicit_path(path) and not os.path.exists(path):
             yield _flag(name), path, "there is no such file or directory"
     for name in ("load", "pretrained_checkpoint"):
         path = getattr(arguments, name, None)
@@ -141,6 +155,11 @@ def _is_number(word: str) -> bool:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def is_explicit_path(path: str) -> bool:
+    """Returns whether this cannot be a name on a hub."""
+    return path.startswith(("/", "./", "../"))
 
 
 def _is_local(path: str) -> bool:

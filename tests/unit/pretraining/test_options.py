@@ -17,6 +17,7 @@ from megatron.pretraining.entry.options import RELEASED, Option, ParserOptions, 
 from megatron.pretraining.entry.own_flags import add_own_flags
 from moc.errors import codes_in
 from moc.files import decode
+from moc.store.dense_files import TRACKER_FILE
 from tests.unit.pretraining.flags import BASE
 from tests.worlds import REPOSITORY
 
@@ -154,12 +155,16 @@ def test_option_named_by_script_accepts_any_value(kept):
     ],
 )
 def test_first_start_refuses_values_and_paths_without_torch(flags, codes, tmp_path):
+    assert_refused_without_torch(f"{BASE} {flags}", codes, tmp_path)
+
+
+def assert_refused_without_torch(flags, codes, tmp_path):
     program = f"""if True:
         import sys
         sys.modules["torch"] = sys.modules["megatron.core"] = None
         sys.argv = ["pretrain_gpt_moe.py"]
         from megatron.pretraining.pretrain_gpt_moe import check_arguments
-        check_arguments({shlex.split(f"{BASE} {flags}")!r}, 1, 1, 1)
+        check_arguments({shlex.split(flags)!r}, 1, 1, 1)
     """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     ended = subprocess.run(
@@ -167,3 +172,29 @@ def test_first_start_refuses_values_and_paths_without_torch(flags, codes, tmp_pa
     )
     assert codes_in(ended.stderr) == codes, ended.stderr
     assert ended.returncode == (2 if codes else 0) and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes"),
+    [
+        ("--load {}/invalid", ["tracker-invalid"]),
+        ("--load {}/absent", ["checkpoint-missing"]),
+        ("--load {0}/absent --save {0}/absent", ["checkpoint-missing"]),
+        ("--load {}/absent --ckpt-step 6", ["checkpoint-missing"]),
+        ("--load {}/absent --ckpt-policy full --ckpt-dir {}/snapshots", []),  # a snapshot may replace it
+        ("--load {0}/interrupted --save {0}/interrupted", []),  # a worker restores it
+        ("--load {}/new", []),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/damaged", ["tokenizer-unusable"]),
+        ("--tokenizer-type TikTokenizer --tokenizer-model {}/damaged", ["tokenizer-unusable"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model no/such", ["tokenizer-not-cached"]),
+        ("--load {0}/invalid --tokenizer-type TikTokenizer --tokenizer-model {0}/damaged",
+         ["tokenizer-unusable", "tracker-invalid"]),
+    ],
+)  # fmt: skip
+def test_first_start_refuses_damaged_tokenizers_and_trackers_without_torch(flags, codes, tmp_path):
+    for name, iteration in {"invalid": "latest", "absent": "7", "interrupted": "7"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / TRACKER_FILE).write_text(iteration)
+    (tmp_path / "interrupted/.iter_0000007.replaced").mkdir()
+    (tmp_path / "damaged").write_bytes(b"\xff" * 64)
+    assert_refused_without_torch(f"{BASE} {flags.format(tmp_path, tmp_path)}", codes, tmp_path)
