@@ -71,6 +71,7 @@ from benchmarks.faults.run import (  # noqa: E402
     judge,
     nodes_of,
 )
+from moc.errors import codes_in
 from moc.fault_points import STEP
 from moc.runtime.fault_injection import Fault
 
@@ -99,12 +100,17 @@ class Row:
     values: dict[str, str] = field(default_factory=dict)  # drawn values by factor
 
 
+class WithoutFaultsError(Exception):
+    """Failure of a run without faults; the message has its exit codes and the codes of its errors."""
+
+
 class Campaign:
     """Runs in sequence, until all cases have run and enough faults have occurred."""
 
     def __init__(self, own: argparse.Namespace, directory: Path):
         self._own, self._directory = own, directory
         self._undisturbed: dict[tuple[str, ...], End] = {}
+        self._numbers = itertools.count()
 
     def rows(self):
         """Yields the outcome of each run."""
@@ -112,7 +118,12 @@ class Campaign:
             for number, run in enumerate(draw_runs(self._own.seed, self._own.drawn)):
                 if number not in (self._own.only or [number]):
                     continue
-                yield self._drawn_row(run, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
+                seed, directory = self._own.seed * 1000 + number, self._directory / f"run_{number:03d}"
+                try:
+                    yield self._drawn_row(run, seed, directory)
+                except WithoutFaultsError as error:
+                    layout, tier = run.values["layout"], run.values["tier"]
+                    yield Row(layout, tier, seed, wrong=[str(error)], values=dict(run.values))
             return
         fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
         first = self._own.seed % len(cases) if self._own.append else 0
@@ -181,12 +192,13 @@ class Campaign:
     def _without_faults(self, layout: str, flags: Sequence[str] = ()) -> End:
         key = (layout, *flags)
         if key not in self._undisturbed:
-            directory = self._directory / f"undisturbed_{len(self._undisturbed)}"
+            directory = self._directory / f"undisturbed_{next(self._numbers)}"
             run = Run(self._own, layout, "disk", directory, [], flags=flags)
             run.to_its_end()
             ended = run.end()
             if run.wrong or run.left or len(ended.losses) < self._own.iterations or not ended.hashes:
-                raise RuntimeError(f"the run of {' '.join(key)} without faults failed: see {directory}/console")
+                found = [*run.wrong, *run.left, *codes_in((directory / "console").read_text())]
+                raise WithoutFaultsError(f"without faults: {', '.join(found) or 'iterations are missing'}; {directory}")
             self._undisturbed[key] = ended
             shutil.rmtree(directory)
         return self._undisturbed[key]

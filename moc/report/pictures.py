@@ -16,7 +16,7 @@ from moc.report.wall_clock import Event, RecoveryTimes
 PART_TITLES = {
     "useful_s": "useful work",
     "stalls_s": "stalls for snapshots",
-    "slower_s": "slower iterations",
+    "slower_s": "difference from the median",
     "again_s": "computing again",
     "recoveries_s": "recoveries",
     "stopped_s": "until started again",
