@@ -17,7 +17,6 @@ from pathlib import Path
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections, child_processes, environment
-from moc.runtime.child_processes import StoppedError
 from moc.runtime.connections import interface_name
 from moc.runtime.controller_link import (
     ControllerLink,
@@ -257,16 +256,10 @@ class Agent:
         )
 
     def _stop(self, signal_number: int) -> None:
-        """Forwards a signal to the workers, which save and exit once all of them are running.
-
-        A job of one node whose forkserver still imports the program has no worker, and ends immediately.
-        """
+        """Forwards a signal to the workers, which save and exit once all of them are running."""
         self._link.stop_signal = signal_number
-        if self._forkserver_answered_at is None and not self._flags.has_other_nodes and not self._end.done():
-            self._end.set_exception(StoppedError(signal_number))
-            return
         self._link.send("stopping", signal=signal_number)
-        for worker in self._workers.values():
+        for worker in [*self._workers.values()]:
             self._forward_stop_signal(worker)
 
     def _forward_stop_signal(self, worker: _WorkerProcess) -> None:
@@ -274,13 +267,17 @@ class Agent:
 
         Once the job has begun, a worker receives the signal only when it has connected.  Earlier, the signal would kill
         it, while others with state to save may wait for it.  If no worker has connected until a later generation, the
-        program never connects, and so has no such state.
+        program never connects, and so has no such state.  A worker whose program is still imported ends without a
+        process.
         """
         never_connects = not self._has_connected and self._first_generation < worker.rank_generation
         begins = worker.starts_together and (worker.rank_generation == 0 or never_connects)
         receives = begins or worker.connection is not None
         if self._link.stop_signal is not None and receives:
-            self._signal(worker, self._link.stop_signal)
+            if begins and self._forkserver_answered_at is None:
+                self._report_exit(worker, -self._link.stop_signal)
+            else:
+                self._signal(worker, self._link.stop_signal)
 
     def _size_variables(self) -> dict[str, str]:
         """Returns variables with the number of workers, which the forkserver needs to check a script's flags."""
@@ -416,6 +413,7 @@ class Agent:
         self._send_to_forkserver(
             {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}
         )
+        self._forward_stop_signal(worker)
 
     def _interface_variables(self) -> dict[str, str]:
         """Returns variables that make gloo and NCCL use the job's interface, not the address of the host's name."""

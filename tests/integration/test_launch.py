@@ -1,5 +1,6 @@
 """Our own launcher: workers are lost, the others live on, and the run ends as if nothing had been."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.live.job import free_ports
 from moc.errors import codes_in
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -309,17 +311,33 @@ def test_control_c_ends_all_processes(there, iteration, flags, tmp_path):
         assert_reported(job.console, "SIGINT", 130)
 
 
-def test_control_c_does_not_wait_for_imports(tmp_path):
-    warm_up = "def warm_up():\n    open('warms', 'x').close()\n    time.sleep(3600)\n"
-    (tmp_path / "slow.py").write_text(f"import time\n{warm_up}if __name__ == '__main__':\n    pass\n")
-    command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", "1", "slow.py"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as job:
-        wait_for(lambda: (tmp_path / "warms").exists())
-        job.send_signal(signal.SIGINT)
-        _, console = job.communicate(timeout=300)
-    assert job.returncode == 130
-    assert_reported(console, "SIGINT", 130)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_control_c_does_not_wait_for_imports(nodes, tmp_path):
+    """It reaches the launcher of one node, and ends the job on all."""
+    warm_up = "def warm_up():\n    open(f'warms {os.getppid()}', 'x').close()\n    time.sleep(3600)\n"
+    (tmp_path / "slow.py").write_text(f"import os, time\n{warm_up}if __name__ == '__main__':\n    pass\n")
+    command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", "1", "--nnodes", str(nodes)]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}"] * (nodes > 1)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "MOC_TOKEN": "0" * 64}
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, "--node-rank", str(node), "slow.py"],
+                    cwd=tmp_path,
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for node in range(nodes)
+        ]
+        wait_for(lambda: len(list(tmp_path.glob("warms*"))) == nodes)
+        jobs[-1].send_signal(signal.SIGINT)
+        consoles = [job.communicate(timeout=300)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [130] * nodes
+    for console in consoles:
+        assert_reported(console, "SIGINT", 130)
 
 
 def assert_reported(console, name, code, iteration=""):

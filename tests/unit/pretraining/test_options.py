@@ -191,7 +191,7 @@ def assert_refused_without_torch(flags, codes, tmp_path):
          ["tokenizer-unusable", "tracker-invalid"]),
     ],
 )  # fmt: skip
-def test_first_start_refuses_damaged_tokenizers_and_trackers_without_torch(flags, codes, tmp_path):
+def test_first_start_refuses_damaged_files_without_torch(flags, codes, tmp_path):
     for name, iteration in {"invalid": "latest", "absent": "7", "interrupted": "7"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / TRACKER_FILE).write_text(iteration)
