@@ -1,4 +1,4 @@
-"""Checks the tokenizer of a job in the launcher: its file is read by the library that the workers use.
+"""Checks the tokenizer of a job in the launcher: its files are read as by the library that the workers use.
 
 A damaged file is found before workers import torch.  Other problems of a tokenizer are left to Megatron-LM.
 """
@@ -16,25 +16,29 @@ from megatron.pretraining.process.paths import TOKENIZERS_IN_FILES, is_explicit_
 from moc.errors import cause_of
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 
+_OF_HUB = (".json", ".model", ".txt", ".tiktoken")  # endings of files of tokenizers
 _FLAGS = "tokenizer_model", "vocab_file", "merge_file"
 
 
 def check_tokenizer(arguments: Any) -> None:
-    """Reads the file of a tokenizer, or looks for the copy of one on a hub; a missing file is another check's problem.
+    """Reads the files of a tokenizer, or looks for the copy of one on a hub; a missing file is another check's problem.
 
     Args:
         arguments: Megatron-LM's arguments.
 
     Raises:
-        ConfigError: the file is damaged, or the name is not in the hub's cache although a job downloads nothing.
+        ConfigError: a file is damaged, or the name is not in the hub's cache although a job downloads nothing.
     """
     model, kind = arguments.tokenizer_model or "", arguments.tokenizer_type
-    if kind in TOKENIZERS_IN_FILES and os.path.isfile(model):
+    is_of_hub = kind == "HuggingFaceTokenizer"
+    if not (is_of_hub or kind in TOKENIZERS_IN_FILES) or not model:
+        return
+    if os.path.exists(model):
         try:
             _read(kind, model)
         except (OSError, RuntimeError, ValueError) as error:
             raise unusable_tokenizer(arguments, f"{type(error).__name__}: {cause_of(error)}") from error
-    elif kind == "HuggingFaceTokenizer" and model and not (is_explicit_path(model) or os.path.exists(model)):
+    elif is_of_hub and not is_explicit_path(model):
         _check_cached(model)
 
 
@@ -49,11 +53,22 @@ def unusable_tokenizer(arguments: Any, cause: str) -> ConfigError:
 
 
 def _read(kind: str, path: str) -> None:
-    if kind == "TikTokenizer":
-        with open(open_user_file(path, MAX_MANIFEST_BYTES), encoding="utf-8") as file:
-            json.load(file)
+    """Reads a file or a directory of a tokenizer; raises OSError, RuntimeError or ValueError if it is damaged."""
+    if kind == "HuggingFaceTokenizer":
+        names = sorted(os.listdir(path))
+        if not any(name.endswith(_OF_HUB) for name in names):
+            raise ValueError(f"{path} holds no file of a tokenizer")
+        for name in {*names} & {"tokenizer.json", "tokenizer_config.json"}:
+            _read_json(os.path.join(path, name))
+    elif kind == "TikTokenizer":
+        _read_json(path)
     elif find_spec("sentencepiece") is not None:
         import_module("sentencepiece").SentencePieceProcessor(model_file=path)
+
+
+def _read_json(path: str) -> None:
+    with open(open_user_file(path, MAX_MANIFEST_BYTES), encoding="utf-8") as file:
+        json.load(file)
 
 
 def _check_cached(name: str) -> None:

@@ -187,6 +187,10 @@ def assert_refused_without_torch(flags, codes, tmp_path):
         ("--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/damaged", ["tokenizer-unusable"]),
         ("--tokenizer-type TikTokenizer --tokenizer-model {}/damaged", ["tokenizer-unusable"]),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model no/such", ["tokenizer-not-cached"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/damaged", ["tokenizer-unusable"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/snapshots", ["tokenizer-unusable"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/cut", ["tokenizer-unusable"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/valid", []),
         ("--load {0}/invalid --tokenizer-type TikTokenizer --tokenizer-model {0}/damaged",
          ["tokenizer-unusable", "tracker-invalid"]),
     ],
@@ -196,5 +200,8 @@ def test_first_start_refuses_damaged_files_without_torch(flags, codes, tmp_path)
         (tmp_path / name).mkdir()
         (tmp_path / name / TRACKER_FILE).write_text(iteration)
     (tmp_path / "interrupted/.iter_0000007.replaced").mkdir()
+    for name, text in {"snapshots/other": "", "cut/tokenizer.json": '{"model":', "valid/tokenizer.json": "{}"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
     (tmp_path / "damaged").write_bytes(b"\xff" * 64)
     assert_refused_without_torch(f"{BASE} {flags.format(tmp_path, tmp_path)}", codes, tmp_path)
