@@ -314,9 +314,14 @@ def difference(first: DataIdentity, second: DataIdentity) -> str:
 
 
 def same_words(
-    words: Sequence[str], data: DataIdentity | None, other_words: Sequence[str], other_data: DataIdentity | None
+    words: object, data: DataIdentity | None, other_words: Sequence[str], other_data: DataIdentity | None
 ) -> bool:
-    """Returns whether the words of two ``--data-path`` name the same contents, in the same order and weights; pure."""
+    """Returns whether the words of two ``--data-path`` name the same contents, in the same order and weights; pure.
+
+    ``words`` are a value of a file, which may be no words.
+    """
+    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+        return False
     fingerprints = []
     for path_words, identity in ((words, data), (other_words, other_data)):
         contents = {source.prefix: source.fingerprint for source in identity.sources} if identity is not None else {}

@@ -284,6 +284,7 @@ def test_same_words_compares_contents_not_paths():
     assert same_words(["1", "a", "2", "b"], here, ["1", "c", "2", "d"], moved)
     assert not same_words(["1", "a", "2", "b"], here, ["2", "c", "1", "d"], moved)
     assert not same_words(["a"], None, ["c"], moved) and same_words(["a"], None, ["a"], None)
+    assert not any(same_words(damaged, here, ["a"], moved) for damaged in (-1e54, {}, [["a"]], None, "a"))
 
 
 def test_array_digest_detects_change_at_end():
