@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.checkpoint import lineage
 from megatron.pretraining.config import Config
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import ConfigError, Problems
 from moc.background import within
+from moc.errors import cause_of
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 
@@ -69,10 +70,18 @@ def check_load(arguments: Any, may_be_absent: bool) -> None:
 
     Raises:
         CheckpointError: the newest checkpoint is unknown, or the named one is missing.
+        ConfigError: a directory cannot be read.
     """
     directories = arguments.load, arguments.save, arguments.pretrained_checkpoint
     if all(_is_local(path) for path in directories if path):
-        within(_TIMEOUT_S, lineage.check_early, arguments, may_be_absent)
+        try:
+            within(_TIMEOUT_S, lineage.check_early, arguments, may_be_absent)
+        except OSError as error:
+            raise ConfigError(
+                f"--load, --save or --pretrained-checkpoint names a directory that cannot be read ({cause_of(error)}). "
+                "Fix: correct the path or its permissions",
+                code="input-missing",
+            ) from error
 
 
 def _input_problems(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:

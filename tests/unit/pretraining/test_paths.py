@@ -7,8 +7,10 @@ import pytest
 
 import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.process.paths import check_outputs, check_paths
+from megatron.pretraining.process.paths import check_load, check_outputs, check_paths
+from moc.store import dense_files
 from tests.cases import each_row
+from tests.errors import raises
 from tests.unit.pretraining.flags import BASE, parse
 
 FLAGS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
@@ -125,3 +127,12 @@ def test_unwritable_output_is_refused_and_not_created(flag, tmp_path, problems_o
         assert not problems_of(f"{flag} {wrong}", nodes=2)
     assert not problems_of(f"{flag} {tmp_path}/new/below")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_unreadable_checkpoint_directory_is_refused(tmp_path, monkeypatch):
+    def refuse(root):
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr(dense_files, "list_iterations", refuse)
+    with raises("input-missing", str(tmp_path)):
+        check_load(parse(f"--load {tmp_path}").arguments, False)
