@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import binary_cross_entropy, cross_entropy
@@ -62,7 +62,7 @@ class Block(nn.Module):
             made = torch.zeros_like(tokens)
             for number, expert in enumerate(self.experts):
                 here = chosen == number
-                if here.any() or isinstance(expert.weight, DTensor):  # FSDP2 needs gradients on all workers
+                if here.any() or isinstance(self, FSDPModule):  # which needs all gradients on all workers
                     made[here] = expert(tokens[here])
         return tokens + weight[..., None] * made
 
