@@ -12,7 +12,7 @@ from tests.mutated_snapshots import OF_SNAPSHOT
 from tests.shared import ALL
 from tests.worlds import run_world
 
-BATCHES, EACH = (4, 2500) if ALL else (1, 30)
+BATCHES, EACH = (4, 250) if ALL else (1, 30)
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120, ckpt_keep=4)  # until several snapshots are taken
 MEMORY = dict(snapshot_interval=1, ckpt_tier="memory", persist_interval=2)
@@ -61,7 +61,7 @@ def test_changed_manifest_loses_at_most_its_snapshot(name, batch, data, tmp_path
     print(name, batch, told["starts"], "trained:", told["trained"], "older:", told["older"])
 
 
-PLAIN_BATCHES, PLAIN_EACH = (10, 1000) if ALL else (1, 30)
+PLAIN_BATCHES, PLAIN_EACH = (10, 100) if ALL else (1, 30)
 
 
 @pytest.mark.parametrize("batch", range(PLAIN_BATCHES))
