@@ -80,7 +80,7 @@ class _Loader(loading.SnapshotLoader):
         _Loader.made_with = arguments
 
 
-OF_FLAGS = (".state.scheduler", ".state.repeated", ".state.optimizer_package")
+OF_FLAGS = (".state.scheduler", ".state.repeated", ".state.optimizer_package", ".state.params_dtype")
 """Parts of a state that are compared with the flags of a run, or with its packages."""
 
 

@@ -12,6 +12,8 @@ from tests.mutated_snapshots import OF_SNAPSHOT
 from tests.shared import ALL
 from tests.worlds import run_world
 
+pytestmark = pytest.mark.timeout(3600)  # a case resumes up to 250 times
+
 BATCHES, EACH = (4, 250) if ALL else (1, 30)
 EVERY = dict(snapshot_interval=1, exit_interval=8)
 LONG = dict(exit_interval=120, ckpt_keep=4)  # until several snapshots are taken

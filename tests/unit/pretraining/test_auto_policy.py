@@ -234,6 +234,14 @@ def test_uninstalled_policy_is_not_in_force(tmp_path):
     assert again.in_force.snapshot_interval == "auto" and again.train(1) == 1
 
 
+@pytest.mark.parametrize("empty", [{}, [], "", 0, None], ids=repr)
+def test_empty_state_of_snapshot_counts_as_none(empty):
+    """The check of a manifest accepts it, so the choice of a policy does, too."""
+    manifest = SimpleNamespace(state={"auto": empty})
+    store = SimpleNamespace(iterations=lambda: [3], read_manifest=lambda iteration: manifest)
+    assert auto._newest_in(store) == (3, None)
+
+
 def test_flags_of_unchosen_policies_have_no_effect(tmp_path):
     wanted = dict(pec_selection="load_aware", sparse_order="index", pec_plt_limit=0.5, host_memory_gb=1.0)
     run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, **wanted)
