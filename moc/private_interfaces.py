@@ -30,6 +30,7 @@ SUPPORTED = {
     "deepspeed": "deepspeed>=0.19,<0.20",
     "transformer-engine": "transformer-engine>=2.15",
     "lightning": "lightning>=2.6,<2.7",
+    "torchtitan": "torchtitan>=0.3,<0.4",
 }
 """Supported releases by library: the table was checked against them."""
 
@@ -39,6 +40,7 @@ _PACKAGES = {
     "deepspeed": "deepspeed",
     "transformer_engine": "transformer-engine",
     "lightning": "lightning",
+    "torchtitan": "torchtitan",
 }
 
 
@@ -317,6 +319,8 @@ _TORCH = (
             pg_coalesce_state""")), "fills the tables of", _GROUPS),
         (_C10D, Members(_words("""_update_default_pg _register_process_group _unregister_process_group
             _check_p2p_op_list""")), "calls functions of", _GROUPS),
+        (f"{_C10D}:split_group", Parameters(_words("parent_pg split_ranks timeout pg_options group_desc backend")),
+         "replaces", _GROUPS),
         (f"{_C10D}:_coalescing_manager", Parameters(_words("group device async_ops")), "calls", _GROUPS),
         (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _GROUPS),
         (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _GROUPS),
@@ -334,6 +338,8 @@ _TORCH = (
     *_entries(
         "snapshots",
         ("torch", Members(("_foreach_copy_",)), "calls a function of", "moc/snapshot/device_copy.py"),
+        ("torch.nn:Module.register_buffer", Refers(("_non_persistent_buffers_set",)), "reads what is set by",
+         "moc/torch/naming.py"),
     ),
     *_entries(
         "training",
@@ -701,4 +707,15 @@ _LIGHTNING = _entries(
      "moc/lightning.py"),
 )  # fmt: skip
 
-TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED, *_LIGHTNING)
+_TORCHTITAN = _entries(
+    "torchtitan",
+    ("torchtitan.trainer:Trainer._forward_backward_body", Parameters(_words("""inputs labels global_valid_tokens
+        extra_kwargs""")), "overrides", "moc/torchtitan.py"),
+    ("torchtitan.trainer:Trainer.train_step", Parameters(("data_iterator",)), "calls", "moc/torchtitan.py"),
+    ("torchtitan.trainer:Trainer.batch_generator", Parameters(("data_iterable",)), "calls", "moc/torchtitan.py"),
+    ("torchtitan.trainer:Trainer.init_distributed", Parameters(()), "overrides", "moc/torchtitan.py"),
+    ("torch.distributed.tensor:distribute_tensor", Parameters(_words("""tensor device_mesh placements
+        src_data_rank""")), "sets the default of a parameter of", "moc/torchtitan.py"),
+)  # fmt: skip
+
+TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED, *_LIGHTNING, *_TORCHTITAN)

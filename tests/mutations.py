@@ -102,11 +102,18 @@ def _other_text(rng: random.Random, value: str) -> Any:
 
 
 def _other_list(rng: random.Random, value: list) -> list:
-    return rng.choice([[], value[:-1], value[1:], value[::-1], [*value, None], value * 2, [value], value[:1] * 2000])
+    many = value[:1] * _many(value[:1])
+    return rng.choice([[], value[:-1], value[1:], value[::-1], [*value, None], value * 2, [value], many])
+
+
+def _many(value: list) -> int:
+    """How often a value is repeated: the text of three such changes must not take gigabytes."""
+    return 2000 if len(json.dumps(value)) < 2000 else 2
 
 
 def _other_object(rng: random.Random, value: dict) -> Any:
-    many = {str(number): one for number, one in enumerate(list(value.values())[:1] * 2000)}
+    first = list(value.values())[:1]
+    many = {str(number): one for number, one in enumerate(first * _many(first))}
     return rng.choice([{}, many, {**value, "more": None}, list(value.items()), {"a": value}, dict.fromkeys(value)])
 
 

@@ -31,10 +31,12 @@ from __future__ import annotations
 
 import hmac
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -97,6 +99,7 @@ def authenticated_object_functions(
 __all__ = ["Aborted", "Group", "Groups", "PeerFailure"]
 
 _BACKENDS = ("gloo", "nccl")
+_FAKE = "fake"
 
 
 class Groups:
@@ -152,7 +155,8 @@ class Groups:
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
         os.environ.update(NCCL_FLAGS)
         PROGRESS.use_stream_of(self._device)
-        replacements = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
+        replacements: dict[str, Callable] = {"new_group": self.new_group, "split_group": self.split_group}
+        replacements["batch_isend_irecv"] = _batch_isend_irecv
         if self._token is not None:
             replacements |= authenticated_object_functions(self._token, self._object_scope)
         self._replaced = {name: getattr(c10d, name) for name in replacements}
@@ -216,7 +220,8 @@ class Groups:
             ranks: global ranks of its members; None for all.  Negative ranks are vacant positions: see
                 :class:`moc.runtime.process_group.Group`.
             timeout: timeout of its operations.
-            backend: ``gloo``, ``nccl``, or None for the backend of the world group.
+            backend: ``gloo``, ``nccl``, or None for the backend of the world group; or ``fake``, torch's backend that
+                communicates with nobody.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
             use_local_synchronization: must be false.
             group_desc: description.
@@ -232,6 +237,8 @@ class Groups:
         """
         if use_local_synchronization:
             raise ValueError("groups are named by order of creation: call new_group without use_local_synchronization")
+        if backend == _FAKE:
+            return self._new_fake_group(ranks, group_desc)
         backend = _validate_backend(backend or self._backend)
         members = self._validate_ranks(range(self._size) if ranks is None else ranks, sort_ranks)
         name = f"group{self._created}"
@@ -257,6 +264,49 @@ class Groups:
         if self._generation is not None and not self._generation.is_over and not group.has_vacant_positions:
             self._connect([group], name, members, group.timeout)
         return group
+
+    def split_group(
+        self,
+        parent_pg: dist.ProcessGroup | None = None,
+        split_ranks: Sequence[Sequence[int]] = (),
+        timeout: timedelta | None = None,
+        pg_options=None,
+        group_desc: str | None = None,
+        backend: str | None = None,
+    ) -> Group | None:
+        """Creates groups like ``dist.split_group``, by :meth:`new_group`: a split communicator ends with its parent.
+
+        Args:
+            parent_pg: group of all ranks; None for it.
+            split_ranks: ranks of each new group.
+            timeout: as for :meth:`new_group`.
+            pg_options: as for :meth:`new_group`.
+            group_desc: as for :meth:`new_group`.
+            backend: as for :meth:`new_group`.
+
+        Returns:
+            The group of this rank; None if it is in none.
+
+        Raises:
+            ValueError: the parent has not all ranks.
+        """
+        if parent_pg not in (None, dist.group.WORLD):
+            raise ValueError(f"{parent_pg} has not all ranks: split the group of all ranks, or call new_group")
+        created = [
+            self.new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=False)
+            for ranks in split_ranks
+        ]
+        return next((group for group in created if isinstance(group, Group)), None)
+
+    def _new_fake_group(self, ranks: Iterable[int] | None, description: str | None):
+        """Returns torch's group that communicates with nobody, such as of a mesh's dimension of size 1."""
+        world: Any = c10d._world
+        backend, store = world.pg_map[dist.group.WORLD]
+        world.pg_map[dist.group.WORLD] = backend, dist.HashStore()  # the world has none before it is connected
+        try:
+            return self._replaced["new_group"](ranks=ranks, backend=_FAKE, group_desc=description)
+        finally:
+            world.pg_map[dist.group.WORLD] = backend, store
 
     def change_rank(self, rank: int, size: int) -> None:
         """Changes this process's rank and the world size, between two generations.
@@ -388,10 +438,14 @@ def _validate_backend(backend: str) -> str:
 
 
 def _replace_functions(functions: dict[str, Callable]) -> None:
-    for name, function in functions.items():
-        if hasattr(dist, name):
-            setattr(dist, name, function)
-        setattr(c10d, name, function)
+    """Replaces functions of torch.distributed, also in modules that have imported their names, as DeviceMesh's has."""
+    replaced = {name: getattr(c10d, name) for name in functions}
+    for module in [*sys.modules.values()]:
+        if isinstance(module, ModuleType):
+            names = object.__getattribute__(module, "__dict__")  # does not load a lazy module
+            for name, function in functions.items():
+                if names.get(name) is replaced[name]:
+                    names[name] = function
 
 
 def _register(group: Group) -> None:

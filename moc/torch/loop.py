@@ -352,6 +352,8 @@ class ProtectedRun:
         self._engine.begin(self._position)
         if self._wrap is not None:
             self.model = self._wrap(self._loop.model)
+            if not self._position.iteration:
+                self._engine.capture()  # with buffers that wrap has loaded
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
             reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
             self._engine.averages = not reducers

@@ -113,7 +113,12 @@ def _layer(operator: str) -> int:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved_ids = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    saved_ids = {  # without state_dict(), whose hooks may communicate
+        id(buffer)
+        for child in module.modules()
+        for name, buffer in child.named_buffers(recurse=False)
+        if name not in child._non_persistent_buffers_set
+    }
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) in saved_ids)
 

@@ -180,16 +180,18 @@ def policy_and_experts(kind):
     """Returns policy, experts and wrapper of a kind such as ``pec-stacked-ddp``; or of a kind with a name."""
     if "-" in kind:
         return kind.split("-")
-    return "full", "stacked" if kind in ("plain", "ddp", "fsdp") else "list", kind
+    return "full", "stacked" if kind in ("plain", "ddp", "fsdp", "hsdp") else "list", kind
 
 
 def partitioned(model, wrapper, size):
     """Distributes the model of a kind by DTensors; a batch norm has no DTensors."""
     model.norm = nn.Identity()
-    if wrapper == "fsdp":
+    if wrapper in ("fsdp", "hsdp"):
+        names = ("replicas", "shards")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if wrapper == "hsdp" else None
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     else:
         mesh = init_device_mesh("cpu", (size,))
         for block in model.blocks:
@@ -214,14 +216,14 @@ def main():
     kind, more = asked.kind, {}
     policy, experts, wrapper = policy_and_experts(kind)
     job = ft.init()
-    torch.manual_seed(1 if wrapper in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
+    torch.manual_seed(1 if wrapper in ("fsdp", "hsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
     model = Model(experts) if kind != "gan" else Adversaries()
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True)
     if kind == "stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         data = StatefulDataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1)
-    if wrapper in ("fsdp", "tp"):
+    if wrapper in ("fsdp", "hsdp", "tp"):
         partitioned(model, wrapper, job.size)
     if wrapper == "tp":
         more["data_rank"] = 0

@@ -26,10 +26,10 @@ def weights(directory):
 
 
 def train(directory, kind, kills=()):
-    """Trains with two workers (DDP: three), kills ``(ranks, iteration)``, and returns weights and console."""
+    """Trains with two to four workers, kills ``(ranks, iteration)``, and returns weights and console."""
     directory.mkdir(exist_ok=True)
     program = starter(directory, "own_loop", kind)
-    flags = ("--nproc-per-node", "3") if kind == "ddp" else ()
+    flags = ("--nproc-per-node", {"ddp": "3", "hsdp": "4"}[kind]) if kind in ("ddp", "hsdp") else ()
     with running(directory / "run", iterations=ITERATIONS, program=program, flags=flags) as run:
         for generation, (ranks, iteration) in enumerate(kills, 1):
             run.reach(iteration)
@@ -40,7 +40,7 @@ def train(directory, kind, kills=()):
         return weights(directory), run.console
 
 
-KINDS = ["plain", "ddp", "gan", "fsdp", "tp", "sparse-list-plain", *ALL * ["stateful"]]
+KINDS = ["plain", "ddp", "gan", "fsdp", "hsdp", "tp", "sparse-list-plain", *ALL * ["stateful"]]
 
 
 @pytest.mark.recovery

@@ -27,10 +27,10 @@ ITERATIONS = 240
 class Run:
     """Two workers of the example under our launcher; started as a user does, or by :mod:`tests.warm`."""
 
-    def __init__(self, directory, iterations, starts, program, flags=()):
+    def __init__(self, directory, iterations, starts, program, flags=(), options=()):
         self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
         self._snapshots = directory / "snapshots"
-        where = ["--ckpt-dir", self._snapshots, "--log-dir", directory / "log", "--iterations", iterations]
+        where = ["--ckpt-dir", self._snapshots, "--log-dir", directory / "log", "--iterations", iterations, *options]
         command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", *flags, program, *where]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         self._console.parent.mkdir(exist_ok=True)
@@ -79,8 +79,8 @@ class Run:
 
 
 @contextmanager
-def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPLE, flags=()):
-    run = Run(directory, iterations, starts, program, flags)
+def running(directory, iterations=ITERATIONS, starts=warm.starts, program=EXAMPLE, flags=(), options=()):
+    run = Run(directory, iterations, starts, program, flags, options)
     try:
         yield run
     finally:

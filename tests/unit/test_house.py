@@ -122,7 +122,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import moc
-others = {f"moc.{name}" for name in ("megatron", "transformers", "accelerate", "lightning")}
+others = {f"moc.{name}" for name in ("megatron", "transformers", "accelerate", "lightning", "torchtitan")}
 names = {one.name for one in pkgutil.walk_packages(moc.__path__, "moc.")} - others
 print(sum(importlib.import_module(name) is not None for name in names))
 """

@@ -29,8 +29,8 @@ FILES = [
 ]
 LIBRARIES = ("torch", "megatron.core", "megatron.training", "deepspeed")
 NAMES = {name for entry in TABLE for name in entry.names}
-ELSEWHERE = {"mocrun", "cpu", "megatron.training", "megatron.training on a CPU", "lightning"}
-"""Features that no flag selects: of the launcher, machines without CUDA, Megatron-LM's scripts, and Lightning."""
+ELSEWHERE = {"mocrun", "cpu", "megatron.training", "megatron.training on a CPU", "lightning", "torchtitan"}
+"""Features that no flag selects: of the launcher, machines without CUDA, Megatron-LM's scripts, and other trainers."""
 
 DOCUMENTED = {
     "torch.compile", "torch.nn.Module.cuda", "torch.Tensor.cuda", "torch.Tensor.to", "torch.Tensor.type",
@@ -56,8 +56,7 @@ def test_installed_libraries_match_table():
     features = {entry.feature for entry in TABLE}
     if importlib.util.find_spec("transformer_engine") is None:
         features.remove("fp8 by Transformer Engine")
-    if importlib.util.find_spec("lightning") is None:
-        features.remove("lightning")
+    features -= {name for name in ("lightning", "torchtitan") if importlib.util.find_spec(name) is None}
     if "moc.megatron" in sys.modules:  # it has checked these, and replaced some of them since
         features = {feature for feature in features if not feature.startswith("megatron.training")}
     assert [str(mismatch) for mismatch in check(features)] == []

@@ -56,6 +56,9 @@ def examples() -> dict[str, Example]:
         "accelerate_loop": Example(
             "a loop of Hugging Face accelerate, protected by moc.accelerate", ("examples/accelerate_loop.py",)
         ),
+        "torchtitan_trainer": Example(
+            "a training of torchtitan, protected by moc.torchtitan", ("examples/torchtitan_trainer.py",)
+        ),
         "lightning_trainer": Example(
             "a training of Lightning, protected by moc.lightning", ("examples/lightning_trainer.py",)
         ),
