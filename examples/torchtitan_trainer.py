@@ -5,6 +5,8 @@ python -m moc.launch --nproc-per-node 8 examples/torchtitan_trainer.py --ckpt-di
     --config qwen3_debugmodel --training.disable_cuda_graphs
 """
 
+# pyright: reportMissingImports=false
+
 import argparse
 
 from torchtitan.config import ConfigManager

@@ -7,6 +7,9 @@ The trainer computes a step as torchtitan's does: only the update of the model a
 to :mod:`moc.torch`.
 """
 
+# pyright: reportMissingImports=false
+# torchtitan is not among the packages of development.
+
 from __future__ import annotations
 
 import contextlib
@@ -113,8 +116,8 @@ class FaultTolerantTrainer(Trainer):
     def _open_checkpoints(self, model: nn.Module) -> nn.Module:
         """Creates torchtitan's checkpointer, and loads initial weights; all workers call it after each recovery."""
         assert self.run is not None  # it calls this method
-        spec, config = self.config.model_spec, self.config
-        has_adapter = spec is not None and spec.state_dict_adapter is not None
+        config, assets = self.config, self.config.hf_assets_path
+        convert = config.model_spec.state_dict_adapter if config.model_spec is not None else None
         self.checkpointer.close()
         self.checkpointer = self._checkpoints.build(
             dataloader=self.dataloader,
@@ -122,7 +125,7 @@ class FaultTolerantTrainer(Trainer):
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
-            sd_adapter=spec.state_dict_adapter(self.model_config, config.hf_assets_path) if has_adapter else None,
+            sd_adapter=None if convert is None else convert(self.model_config, assets),
             base_folder=config.dump_folder,
         )
         if not self.run.iteration:
@@ -160,7 +163,7 @@ class FaultTolerantTrainer(Trainer):
 
 @contextlib.contextmanager
 def _distributing_alone() -> Iterator[None]:
-    """Lets workers distribute values that all of them have, since a replacement has nobody to receive them from."""
+    """Lets workers distribute values that all of them have, since a replacement cannot receive them."""
     defaults: Any = distribute_tensor.__kwdefaults__
     before, defaults["src_data_rank"] = defaults["src_data_rank"], None
     try:
@@ -186,7 +189,7 @@ class _Progress:
 
 
 class _Position:
-    """A loader whose state is no pickle, as that of torchtitan's loader is.
+    """A loader whose state contains no pickle; the state of torchtitan's loader does.
 
     Args:
         loader: torchtitan's loader.

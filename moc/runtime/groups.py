@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -220,8 +221,8 @@ class Groups:
             ranks: global ranks of its members; None for all.  Negative ranks are vacant positions: see
                 :class:`moc.runtime.process_group.Group`.
             timeout: timeout of its operations.
-            backend: ``gloo``, ``nccl``, or None for the backend of the world group; or ``fake``, torch's backend that
-                communicates with nobody.
+            backend: ``gloo``, ``nccl``, or None for the backend of the world group; or ``fake``, torch's backend
+                without communication.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
             use_local_synchronization: must be false.
             group_desc: description.
@@ -299,10 +300,10 @@ class Groups:
         return next((group for group in created if isinstance(group, Group)), None)
 
     def _new_fake_group(self, ranks: Iterable[int] | None, description: str | None):
-        """Returns torch's group that communicates with nobody, such as of a mesh's dimension of size 1."""
+        """Returns torch's group without communication, such as of a mesh's dimension of size 1."""
         world: Any = c10d._world
         backend, store = world.pg_map[dist.group.WORLD]
-        world.pg_map[dist.group.WORLD] = backend, dist.HashStore()  # the world has none before it is connected
+        world.pg_map[dist.group.WORLD] = backend, HashStore()  # the world has none before it is connected
         try:
             return self._replaced["new_group"](ranks=ranks, backend=_FAKE, group_desc=description)
         finally:

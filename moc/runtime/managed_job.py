@@ -275,6 +275,8 @@ class ManagedJob(Job):
         if not self._wait_for_notice():
             if not isinstance(error, PeerFailure):
                 raise error
+            # an operation that the backend does not support fails like this, too
+            print_lines(f"mocrun: worker {self.rank} has lost connections ({cause_of(error)})", error=True, flush=True)
             self._report_peer_failure()
         if not self._is_ready:
             threading.Event().wait()  # it was initializing in step with a lost worker: the agent is about to kill it

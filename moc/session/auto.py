@@ -418,7 +418,7 @@ def _newest(tiers: Tiers, is_first: bool) -> tuple[int, Any] | None:
 def _newest_in(store: Store) -> tuple[int, Any] | None:
     for iteration in reversed(store.iterations()):
         with contextlib.suppress(CheckpointError, ValueError):
-            state = store.read_manifest(iteration).state.get("auto") or None  # as whoever checks the manifest
+            state = store.read_manifest(iteration).state.get("auto") or None  # as for the check of a manifest
             if state is not None:
                 AutoState.read(state)
             return iteration, state

@@ -121,6 +121,7 @@ class LoopEngine:
         self._data_states: list[Any] | None = None
         self._next_data_states: list[Any] | None = None
         self._committed = ""
+        self.capture()  # which the first resume records
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import initialize as stock
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 import moc.runtime.generation
@@ -30,6 +31,8 @@ def between_generations(port: int) -> dict:
     pair, alone, told = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in range(2)], {}
     told["members"] = [group is not dist.GroupMember.NON_GROUP_MEMBER for group in alone]
     told["unconnected"] = outcome(lambda: dist.barrier(pair))
+    told["imported before"] = device_mesh.new_group is dist.new_group
+    told["fake"] = dist.get_world_size(dist.new_group([0, 1], backend="fake"))
     told["known"] = [dist.is_initialized(), dist.get_rank(), dist.get_world_size(pair), str(dist.get_backend())]
     told["refused"] = [
         outcome(lambda ranks=ranks, more=more: dist.new_group(ranks, **more))
@@ -44,10 +47,14 @@ def between_generations(port: int) -> dict:
     groups.begin(store, 0)
     late = dist.new_group([1, 0], sort_ranks=False)
     told["late"] = [_sum(late), dist.get_process_group_ranks(late)]
+    split = dist.split_group(split_ranks=[[1, 0]])
+    told["split"] = [_sum(split), dist.get_process_group_ranks(split)]
+    told["split again"] = outcome(lambda: dist.split_group(late, [[0]]))
     told["going on"] = outcome(groups.check)
     dist.destroy_process_group(late)
     groups.abort()
     each = [pair, None, *members(alone)]  # the last one has no peer that could be gone
+    told["split over"] = outcome(lambda: _sum(split))
     told["over"] = [outcome(lambda g=group: _sum(g)) for group in each] + [outcome(groups.check)]
     groups.abort()
     between = dist.new_group([0, 1])

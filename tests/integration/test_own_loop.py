@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks.live.job import Events
+from moc.errors import codes_in
 from moc.files.event_log import read_events
 from moc.inspect import verify
 from moc.policy.token_ledger import TokenLedger
@@ -61,6 +62,33 @@ def test_killed_loop_ends_with_undisturbed_weights(kind, tmp_path):
         assert sorted(state.iterations) == list(range(1, ITERATIONS + 1))
         assert verify.main([str(tmp_path / "killed" / "run" / "snapshots")]) == 0
     assert killed == train(tmp_path / "undisturbed", kind)[0], console
+
+
+LOST_IN_FIRST_ITERATION = """
+import os, sys, torch
+import moc.torch as ft
+torch.set_num_threads(1)
+directory = sys.argv[sys.argv.index("--ckpt-dir") + 1]
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+run = ft.protect(model, optimizer, data=[torch.ones(2, 4)], iterations=5, directory=directory)
+for batch in run:
+    if run.rank == 1 and run.iteration == 0 and not os.path.exists(directory + ".lost"):
+        open(directory + ".lost", "w").close()
+        os.kill(os.getpid(), 9)
+    run.model(batch).sum().backward()
+    run.step()
+"""
+
+
+@pytest.mark.recovery
+def test_worker_lost_in_first_iteration_is_replaced_alone(tmp_path):
+    program = tmp_path / "first.py"
+    program.write_text(LOST_IN_FIRST_ITERATION)
+    with running(tmp_path / "run", iterations=5, program=program) as run:
+        run.end()
+        assert "1 worker keeps its state of iteration 0" in run.console, run.console
+        assert run.console.count("worker 0 is process") == 1 and not codes_in(run.console), run.console
 
 
 def tokens_by_iteration(path):

@@ -53,7 +53,12 @@ def train_by_torchtitan(directory, kind):
     directory.mkdir()
     command = [sys.executable, "-m", "tests.integration.torchtitan_loop", kind, "--stock", "--comm.trace_buf_size=0"]
     command += ["--ckpt-dir", str(directory / "snapshots"), "--iterations", str(ITERATIONS)]
-    common = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     workers = [
         subprocess.Popen(command, cwd=REPOSITORY, env=common | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
     ]
