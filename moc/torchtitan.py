@@ -27,6 +27,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
+from moc.policy import full_policy_name, is_full_policy
 from moc.private_interfaces import require
 from moc.session.settings import SettingsError
 from moc.torch.frameworks import Stepping, do_nothing
@@ -222,11 +223,11 @@ class _Position:
 
 
 def _check(config: Trainer.Config, protection: Mapping[str, Any]) -> None:
-    policy = protection.get("policy", "full")
-    if policy not in ("full", None):
+    policy = protection.get("policy", full_policy_name())
+    if policy is not None and not is_full_policy(policy):
         raise SettingsError(
-            f"--ckpt-policy {policy} needs the tokens of each expert, which moc.torchtitan does not count. Fix: choose "
-            "policy full",
+            f"policy {policy} needs the tokens of each expert or repeats iterations, which moc.torchtitan cannot. Fix: "
+            f"choose policy {full_policy_name()}",
             code="loop-policy-unsupported",
         )
     parallelism, checkpoint = config.parallelism, config.checkpoint

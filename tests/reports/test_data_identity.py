@@ -65,7 +65,8 @@ def run(root: Path, size: int = 2, **flags) -> list[Result]:
 
 def samples_of(results: list[Result]) -> dict[str, list[str]]:
     """The samples of all workers, by iteration."""
-    assert all(result.exit == 0 for result in results), [result.output[-3000:] for result in results]
+    failed = [result.output[-3000:] for result in results if result.exit != 0]
+    assert not failed, "\n\n".join(failed)  # text, which pytest does not shorten
     read = [result.value["samples"] for result in results]
     return {iteration: sorted(sum((one[iteration] for one in read), [])) for iteration in read[0]}
 
